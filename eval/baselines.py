@@ -1,0 +1,66 @@
+"""Two controls that need no network, so that nobody is fooled: k-NN on raw pixels, and colour histograms."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from mpp.eval.subsets import hold_out
+from sklearn.neighbors import KNeighborsClassifier
+from torch import Tensor
+
+from mpp.targets import MeanColour
+
+NEIGHBOURS = (1, 3, 5, 10, 20)
+LARGEST_SIDE = 32
+
+
+def raw_pixels(images: Tensor) -> Tensor:
+    """uint8 (B, C, H, W) -> float32 (B, C h w): the pixels themselves, area-averaged where a side exceeds 32."""
+    pixels = images.float() / 255
+    height, width = pixels.shape[-2:]
+    if max(height, width) > LARGEST_SIDE:
+        scale = LARGEST_SIDE / max(height, width)
+        pixels = F.interpolate(pixels, size=(max(1, round(height * scale)), max(1, round(width * scale))), mode="area")
+    return pixels.flatten(1)
+
+
+def colour_histogram(images: Tensor, *, bits: int = 3) -> Tensor:
+    """uint8 (B, C, H, W) -> float32 (B, bins): the share of pixels of each colour, quantised like the labels of masked
+    patch prediction but pixel by pixel: 512 joint bins for RGB. It knows all colours and no shapes."""
+    target = MeanColour(images.shape[1], bits=bits)
+    labels = target.labels(images, (1, 1))  # (B, H W) if joint, else (B, H W, C)
+    columns = labels[:, None] if target.joint else rearrange(labels, "b n c -> b c n")
+    counts = torch.zeros(*columns.shape[:2], target.size // columns.shape[1], device=images.device)
+    counts.scatter_add_(2, columns, torch.ones_like(columns, dtype=counts.dtype))
+    return rearrange(counts / columns.shape[2], "b c k -> b (c k)")
+
+
+def nearest_neighbours(
+    train: np.ndarray,
+    train_labels: np.ndarray,
+    test: np.ndarray,
+    test_labels: np.ndarray,
+    *,
+    seed: int = 0,
+    neighbours: tuple[int, ...] = NEIGHBOURS,
+    held_out: float = 0.2,
+) -> dict[str, float]:
+    """k-NN, Euclidean; k is chosen on a held-out fifth of the training images.
+
+    Returns:
+        "accuracy" on the test images and the chosen "neighbours".
+    """
+    fitted, held = hold_out(train_labels, held_out, seed)
+    usable = [k for k in neighbours if k <= len(fitted)] or [1]
+    scores = [
+        KNeighborsClassifier(k).fit(train[fitted], train_labels[fitted]).score(train[held], train_labels[held])
+        for k in usable
+    ]
+    k = usable[int(np.argmax(scores))]
+    accuracy = KNeighborsClassifier(k).fit(train, train_labels).score(test, test_labels)
+    return {"accuracy": float(accuracy), "neighbours": k}
+
+
+def to_numpy(features: Tensor) -> np.ndarray:
+    """float32 array of a tensor on any device."""
+    return features.detach().to("cpu", torch.float32).numpy()

@@ -1,0 +1,62 @@
+"""Run a function of images over a whole source, in order, on all processes: features, logits, whatever it returns."""
+
+from collections.abc import Callable
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mpp.data.loader import Images, read_batches
+from mpp.encoder import Encoder
+from mpp.objectives.mpp import to_pixels
+
+
+@torch.inference_mode()
+def compute(
+    function: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    images: Images,
+    *,
+    accelerator: Accelerator,
+    batch_size: int = 256,
+    workers: int = 0,
+) -> Tensor:
+    """`function(images uint8 (B, C, H, W)) -> (B, ...)` for every sample: float32 (n, ...) on the CPU, on every process.
+
+    Args:
+        function: what to compute; it may use `module`, which is put on the device and in evaluation mode meanwhile.
+        module: whose mode and device matter.
+        images: what to run over, with an evaluation transform.
+        accelerator: processes share the work; the result is gathered.
+        batch_size: for each process.
+        workers: see `Loader`.
+    """
+    device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+    n = len(images)
+    batch_size = min(batch_size, -(-n // world))
+    # Every process has as many batches as the others; the last ones are filled up with the last sample and cut below.
+    padded = torch.arange(-(-n // (batch_size * world)) * batch_size * world).clamp(max=n - 1)
+    mine = list(padded.view(-1, world, batch_size)[:, rank])
+    training = module.training
+    module.to(device).eval()
+    parts = []
+    for batch in read_batches(images, mine, workers=workers, pin=device.type == "cuda"):
+        with accelerator.autocast():
+            out = function(batch["image"].to(device, non_blocking=True)).float()
+        parts.append(accelerator.gather(out).cpu())
+    module.train(training)
+    return torch.cat(parts)[:n]
+
+
+def extract(
+    encoder: Encoder, images: Images, *, pool: str, accelerator: Accelerator, batch_size: int = 256, workers: int = 0
+) -> Tensor:
+    """Frozen features: float32 (n, D), the class token's output ("cls") or the mean of the patches ("mean")."""
+    return compute(
+        lambda batch: encoder(to_pixels(batch)).pool(pool),
+        encoder,
+        images,
+        accelerator=accelerator,
+        batch_size=batch_size,
+        workers=workers,
+    )

@@ -1,0 +1,410 @@
+"""Sources of images: embedded sets, folders, and whatever `datasets.load_dataset` takes.
+
+A source is a `datasets.Dataset` with a column `image` of undecoded bytes or paths and, where there are labels, a column
+`label`. Decoding happens in the workers.
+"""
+
+import io
+import os
+import struct
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import PIL.Image
+import torch
+
+from mpp.errors import UserError
+from mpp.randomness import fold, fold_each, integers
+
+PHOTOS = (
+    "astronaut.png",
+    "chelsea.png",
+    "coffee.png",
+    "hubble_deep_field.jpg",
+    "ihc.png",
+    "motorcycle_left.png",
+    "retina.jpg",
+    "rocket.jpg",
+)
+PHOTO_SIDE = 32
+SPLIT_NAMES = {"train": ("train", "training"), "test": ("test", "testing", "val", "valid", "validation", "eval")}
+MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+HELD_OUT = 5  # one image in so many is held out where a labelled set has no test split
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set: a source to train on, one to test on, and what is known of them.
+
+    Attributes:
+        name: for people.
+        train, test: `datasets.Dataset` with `image` and maybe `label`; test is None if there is nothing to test on.
+        classes: names of the labels, or None without labels.
+        channels: channels that images are decoded to.
+        size: (height, width) if all images are known to share one, else None.
+        note: one line for the user on how the split was made, or "".
+    """
+
+    name: str
+    train: datasets.Dataset
+    test: datasets.Dataset | None
+    classes: tuple[str, ...] | None
+    channels: int
+    size: tuple[int, int] | None = None
+    note: str = ""
+
+    def labels(self, split: str = "train") -> np.ndarray:
+        """int64 (n,) labels of a split.
+
+        Raises:
+            UserError: there are none.
+        """
+        source = self.train if split == "train" else self.test
+        if self.classes is None or source is None:
+            raise UserError(
+                f"data {self.name} has no labels, which this recipe needs; sort the images into one folder a class, "
+                "or name the column with data.label_column="
+            )
+        return np.asarray(source["label"], dtype=np.int64)
+
+
+def load_data(
+    source: str,
+    *,
+    path: str | None = None,
+    channels: int | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    per_class: int = 1000,
+    test_per_class: int = 200,
+) -> Data:
+    """Open a data set.
+
+    Args:
+        source: "photos" or "digits" (embedded), "folder" (images in `path`), or "hub" (anything that
+            `datasets.load_dataset` takes: a hub name, a parquet file or folder, an image folder).
+        path: for "folder" and "hub".
+        channels: decode to so many channels (1, 2, 3 or 4); None looks at the images.
+        image_column, label_column: for "hub"; None finds them by type and name.
+        per_class, test_per_class: for "photos", crops of each photograph.
+
+    Raises:
+        UserError: no such path, no images in it, no such column.
+    """
+    if source in ("photos", "digits"):
+        if path is not None:
+            raise UserError(f"data={source} is embedded and takes no data.path; for your own images use data=folder")
+        data = _photos(per_class, test_per_class) if source == "photos" else _digits()
+    elif source in ("folder", "hub"):
+        if path is None:
+            raise UserError(
+                f"data={source} needs data.path=, the {'folder' if source == 'folder' else 'name or path'} to read"
+            )
+        data = _folder(path) if source == "folder" else _hub(path, image_column, label_column)
+    else:
+        raise UserError(f"data.source must be photos, digits, folder or hub, got {source!r}")
+    if channels is None:
+        return data
+    if channels not in MODES:
+        raise UserError(f"data.channels must be 1, 2, 3 or 4, got {channels}")
+    return _replace(data, channels=channels)
+
+
+# ---------------------------------------------------------------------------------------------------- decoding
+
+
+def decode(image: dict[str, Any], channels: int) -> np.ndarray:
+    """Undecoded `{"bytes", "path"}` -> uint8 (H, W, channels), upright (EXIF).
+
+    Raises:
+        UserError: the file cannot be read as an image; names it.
+    """
+    name = image["path"] or "an image without a name"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
+            warnings.simplefilter("ignore", UserWarning)  # of odd but harmless metadata
+            with PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]) as file:
+                file.load()
+                return _to_uint8(_upright(file), channels)
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        EOFError,
+        struct.error,
+        PIL.Image.DecompressionBombError,
+        PIL.Image.DecompressionBombWarning,
+    ) as error:
+        raise UserError(
+            f"cannot read {name} as an image ({type(error).__name__}: {error}); repair or remove it"
+        ) from error
+
+
+def _upright(file: PIL.Image.Image) -> PIL.Image.Image:
+    from PIL.ImageOps import exif_transpose
+
+    return exif_transpose(file)
+
+
+def _to_uint8(file: PIL.Image.Image, channels: int) -> np.ndarray:
+    if file.mode.startswith("I;16") or file.mode in ("I", "F"):
+        # PIL would clip at 255. 16-bit files keep their high byte; "I" is what 16-bit PNGs become in some versions.
+        wide = np.asarray(file, dtype=np.float64)
+        peak = 65535 if wide.max() > 255 else 255
+        file = PIL.Image.fromarray((wide.clip(0, peak) * (255 / peak)).astype(np.uint8))
+    if file.mode == "P":
+        file = file.convert("RGBA" if "transparency" in file.info else "RGB")
+    array = np.array(file.convert(MODES[channels]))
+    return array if array.ndim == 3 else array[:, :, None]
+
+
+def encode_png(array: np.ndarray) -> bytes:
+    """uint8 (H, W) or (H, W, 3) -> the bytes of a PNG file, losslessly and fast."""
+    file = io.BytesIO()
+    PIL.Image.fromarray(array).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _find_channels(source: datasets.Dataset, looked_at: int = 32) -> int:
+    """1 if all of the first images are grey, else 3."""
+    for row in source.select(range(min(looked_at, len(source)))):
+        image = row["image"]
+        with PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]) as file:
+            if file.mode not in ("1", "L", "LA", "I", "F") and not file.mode.startswith("I;16"):
+                return 3
+    return 1
+
+
+# ---------------------------------------------------------------------------------------------------- embedded sets
+
+
+@cache
+def _photographs() -> tuple[np.ndarray, ...]:
+    """The eight colour photographs of scikit-image, uint8 (H, W, 3)."""
+    import skimage
+
+    folder = Path(skimage.__file__).parent / "data"
+    return tuple(np.asarray(PIL.Image.open(folder / name).convert("RGB")) for name in PHOTOS)
+
+
+def photo_crop(split: str, index: int) -> tuple[np.ndarray, int]:
+    """Crop number `index` of the photographs: uint8 (32, 32, 3) and the number of the photograph, a pure function.
+
+    Training crops lie in the left 60 % of the photograph's columns and test crops in the right 40 %: no pixel is shared.
+    """
+    label = index % len(PHOTOS)
+    photo = _photographs()[label]
+    border = photo.shape[1] * 3 // 5
+    region = photo[:, :border] if split == "train" else photo[:, border:]
+    key = torch.tensor([fold("photos", split, index)])
+    top = int(integers(key, "top", 1, region.shape[0] - PHOTO_SIDE + 1))
+    left = int(integers(key, "left", 1, region.shape[1] - PHOTO_SIDE + 1))
+    return region[top : top + PHOTO_SIDE, left : left + PHOTO_SIDE], label
+
+
+def _photos(per_class: int, test_per_class: int) -> Data:
+    names = tuple(name.split(".")[0] for name in PHOTOS)
+    made = {}
+    for split, count in (("train", per_class), ("test", test_per_class)):
+        crops = [photo_crop(split, i) for i in range(count * len(PHOTOS))]
+        made[split] = _in_memory([encode_png(array) for array, _ in crops], [label for _, label in crops])
+    return Data(
+        "photos", made["train"], made["test"], names, channels=3, size=(PHOTO_SIDE, PHOTO_SIDE),
+        note="8 photographs of scikit-image; train: left 60 % of each, test: right 40 %",
+    )  # fmt: skip
+
+
+def _digits() -> Data:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    pixels = (digits.images * (255 / 16)).round().astype(np.uint8)  # 0..16 -> 0..255
+    parts = _split_by_key(len(pixels), fold("digits"))
+    made = [_in_memory([encode_png(pixels[i]) for i in part], digits.target[part].tolist()) for part in parts]
+    return Data(
+        "digits", made[0], made[1], tuple("0123456789"), channels=1, size=(8, 8),
+        note=f"1,797 scans of scikit-learn; one in {HELD_OUT} held out for testing; a smoke test, never evidence",
+    )  # fmt: skip
+
+
+def _in_memory(files: Sequence[bytes], labels: Sequence[int]) -> datasets.Dataset:
+    rows = {"image": [{"bytes": file, "path": None} for file in files], "label": list(labels)}
+    features = datasets.Features({"image": datasets.Image(decode=False), "label": datasets.Value("int64")})
+    return datasets.Dataset.from_dict(rows, features=features)
+
+
+def _split_by_key(count: int, key: int) -> tuple[np.ndarray, np.ndarray]:
+    """A fixed split of range(count) into training and held-out indices, each in order."""
+    held_out = np.zeros(count, dtype=bool)
+    order = fold_each(key, torch.arange(count)).argsort(stable=True).numpy()
+    held_out[order[: count // HELD_OUT]] = True
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+# ---------------------------------------------------------------------------------------------------- folders
+
+
+def _folder(path: str) -> Data:
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        raise UserError(f"data.path={path}: no such folder")
+    splits = {
+        split: next(
+            (root / found for found in sorted(os.listdir(root)) if found.lower() in names and (root / found).is_dir()),
+            None,
+        )
+        for split, names in SPLIT_NAMES.items()
+    }
+    if splits["train"] is None:
+        paths, labels, classes = _scan(root)
+        train, test, note = _hold_out(paths, labels, classes, f"no train/ and test/ folders in {path}")
+    else:
+        paths, labels, classes = _scan(splits["train"])
+        train, test, note = _from_paths(paths, labels, classes), None, ""
+        if splits["test"] is not None:
+            test_paths, test_labels, test_classes = _scan(splits["test"])
+            if classes is not None and test_classes is not None:
+                if unknown := sorted(set(test_classes) - set(classes)):
+                    raise UserError(
+                        f"{splits['test']} has classes that {splits['train']} lacks: {', '.join(unknown[:5])}"
+                    )
+                test_labels = [classes.index(test_classes[label]) for label in test_labels or []]
+            test = _from_paths(test_paths, test_labels if classes is not None else None, classes)
+            note = f"train: {splits['train']}, test: {splits['test']}"
+        elif classes is not None:
+            train, test, note = _hold_out(paths, labels, classes, f"no test/ folder in {path}")
+    return Data(root.name, train, test, classes, channels=_find_channels(train), note=note)
+
+
+def _scan(root: Path) -> tuple[list[str], list[int] | None, tuple[str, ...] | None]:
+    """All image files below a folder in a fixed order, and labels if every file lies in a class folder.
+
+    Labels are the names of the folders directly below `root`; there are none if an image lies in `root` itself or if
+    there is only one such folder.
+    """
+    suffixes = PIL.Image.registered_extensions()
+    found = []
+    for folder, below, files in os.walk(root, followlinks=True):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        here = Path(folder)
+        found += [here / f for f in sorted(files) if not f.startswith(".") and Path(f).suffix.lower() in suffixes]
+    if not found:
+        raise UserError(f"no images found in {root} (looked for {', '.join(sorted(list(suffixes))[:6])} and others)")
+    parts = [file.relative_to(root).parts for file in found]
+    names = sorted({part[0] for part in parts}) if all(len(part) > 1 for part in parts) else []
+    if len(names) < 2:
+        return [str(file) for file in found], None, None
+    number = {name: i for i, name in enumerate(names)}
+    return [str(file) for file in found], [number[part[0]] for part in parts], tuple(names)
+
+
+def _hold_out(
+    paths: list[str], labels: list[int] | None, classes: tuple[str, ...] | None, why: str
+) -> tuple[datasets.Dataset, datasets.Dataset | None, str]:
+    """Hold out a fixed share of a labelled set that has no test split; unlabelled sets are for training alone."""
+    everything = _from_paths(paths, labels, classes)
+    if classes is None or len(paths) < HELD_OUT:
+        return everything, None, ""
+    train, test = _split_by_key(len(paths), fold("hold out"))
+    return everything.select(train), everything.select(test), f"{why}: one image in {HELD_OUT} is held out for testing"
+
+
+def _from_paths(paths: list[str], labels: list[int] | None, classes: tuple[str, ...] | None) -> datasets.Dataset:
+    rows: dict[str, list[Any]] = {"image": [{"bytes": None, "path": path} for path in paths]}
+    features: dict[str, Any] = {"image": datasets.Image(decode=False)}
+    if labels is not None and classes is not None:
+        rows["label"], features["label"] = labels, datasets.Value("int64")
+    return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+
+
+# ---------------------------------------------------------------------------------------------------- datasets
+
+
+def _hub(path: str, image_column: str | None, label_column: str | None) -> Data:
+    local = Path(path).expanduser()
+    try:
+        if local.is_file() and local.suffix in (".parquet", ".arrow", ".json", ".jsonl", ".csv"):
+            kind = {".jsonl": "json"}.get(local.suffix, local.suffix[1:])
+            loaded = datasets.load_dataset(kind, data_files=str(local))
+        else:
+            loaded = datasets.load_dataset(str(local) if local.exists() else path)
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        datasets.exceptions.DatasetsError,
+        datasets.exceptions.DatasetNotFoundError,
+    ) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"data.path={path}: `datasets.load_dataset` could not read it: {reason}") from error
+    splits = {
+        split: next((loaded[found] for found in loaded if str(found).lower() in names), None)
+        for split, names in SPLIT_NAMES.items()
+    }
+    train, test, note = splits["train"], splits["test"], ""
+    if train is None:
+        raise UserError(f"data.path={path} has no split named train; found {', '.join(map(str, loaded))}")
+    image = _find_column(train, "image", image_column, lambda f: isinstance(f, datasets.Image), path)
+    if image is None:
+        raise UserError(
+            f"data.path={path} has no image column; found {', '.join(train.column_names)}; name it with data.image_column="
+        )
+    label = _find_column(train, "label", label_column, lambda f: isinstance(f, datasets.ClassLabel), path)
+    classes = _classes(train, label) if label is not None else None
+    if test is None and classes is not None and len(train) >= HELD_OUT:
+        parts = _split_by_key(len(train), fold("hold out"))
+        train, test = train.select(parts[0]), train.select(parts[1])
+        note = f"{path} has no test split: one image in {HELD_OUT} is held out for testing"
+    train = _standardise(train, image, label, classes)
+    test = _standardise(test, image, label, classes) if test is not None else None
+    return Data(local.name if local.exists() else path, train, test, classes, channels=_find_channels(train), note=note)
+
+
+def _find_column(source: datasets.Dataset, purpose: str, given: str | None, fits: Any, path: str) -> str | None:
+    """The column that was named, else the first of the right type, else the one that is called like its purpose."""
+    if given is not None:
+        if given not in source.column_names:
+            raise UserError(f"data.{purpose}_column={given}: {path} has the columns {', '.join(source.column_names)}")
+        return given
+    typed = [name for name, feature in source.features.items() if fits(feature)]
+    if purpose in typed or (not typed and purpose == "label" and purpose in source.column_names):
+        return purpose
+    return typed[0] if typed else None
+
+
+def _classes(source: datasets.Dataset, label: str) -> tuple[str, ...]:
+    feature = source.features[label]
+    if isinstance(feature, datasets.ClassLabel):
+        return tuple(feature.names)
+    return tuple(str(value) for value in sorted(set(source[label])))
+
+
+def _standardise(
+    source: datasets.Dataset, image: str, label: str | None, classes: tuple[str, ...] | None
+) -> datasets.Dataset:
+    """Columns `image`, undecoded, and `label`, int64."""
+    columns = {image: "image"} | ({label: "label"} if label is not None else {})
+    source = source.select_columns(list(columns)).cast_column(image, datasets.Image(decode=False))
+    source = source.rename_columns({old: new for old, new in columns.items() if old != new})
+    if label is None or classes is None:
+        return source
+    if isinstance(source.features["label"], datasets.ClassLabel):
+        return source.cast_column("label", datasets.Value("int64"))
+    number = {name: i for i, name in enumerate(classes)}
+    values = source["label"]
+    if unknown := sorted({str(value) for value in values} - set(classes)):
+        raise UserError(f"the test split has labels that the training split lacks: {', '.join(unknown[:5])}")
+    return source.remove_columns("label").add_column("label", [number[str(value)] for value in values])
+
+
+def _replace(data: Data, **changes: Any) -> Data:
+    from dataclasses import replace
+
+    return replace(data, **changes)

@@ -1,0 +1,358 @@
+"""What the recipes share: reading the configuration, starting processes, settling what was left open, training."""
+
+import difflib
+import inspect
+import math
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+import torch
+from accelerate import Accelerator
+from hydra.errors import HydraException
+from mpp.recipes.display import Display
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from timm.optim import create_optimizer_v2
+from torch import nn
+
+from mpp.data.loader import Images, Loader, default_workers
+from mpp.data.plan import Plan
+from mpp.data.sources import Data, load_data
+from mpp.encoder import Encoder
+from mpp.errors import LocalError, UserError
+from mpp.randomness import fold
+from mpp.train import Run, fit, learning_rate
+from mpp.train.run import flatten, load_config
+
+Result = TypeVar("Result")
+Config = dict[str, Any]
+
+# ---------------------------------------------------------------------------------------------------- entry
+
+
+def main(config_name: str, recipe: Callable[[Config], object]) -> None:
+    """Run a recipe under hydra; what a user can put right is printed as one line, with exit code 2."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # so that hydra raises, and the line is ours
+
+    @hydra.main(version_base="1.3", config_path="pkg://mpp.recipes.conf", config_name=config_name)
+    def entry(config: DictConfig) -> None:
+        recipe(to_dict(config))
+
+    try:
+        entry()
+    except UserError as error:
+        _stop(str(error), every_rank=isinstance(error, LocalError))
+    except (HydraException, OmegaConfBaseException) as error:
+        _stop(_explain(error, config_name))
+
+
+def _stop(message: str, *, every_rank: bool = False) -> typing.NoReturn:
+    if every_rank or os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def _explain(error: BaseException, config_name: str) -> str:
+    """Hydra's several lines as one, with the nearest key where a key is unknown."""
+    cause = error.__cause__ or error
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line)
+    key = getattr(cause, "full_key", None) or getattr(error, "full_key", None)
+    if "Missing mandatory value" in text:
+        return f"{key or text} must be given, as {key}=..."
+    if "not in struct" in text or "Could not override" in text:
+        given = text.split("'")[1] if "'" in text else str(key)
+        with hydra.initialize_config_module(version_base="1.3", config_module="mpp.recipes.conf"):
+            known = list(flatten(OmegaConf.to_container(hydra.compose(config_name))))  # type: ignore[arg-type]
+        return f"unknown key {given}{_near(given, known)}"
+    return text
+
+
+def _near(name: str, known: typing.Iterable[str]) -> str:
+    """ "; did you mean ...?" for a mistyped name, or a list of what there is."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=2)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(known)}"
+
+
+def to_dict(config: DictConfig) -> Config:
+    """Plain Python values; nothing below the recipes sees a DictConfig."""
+    container = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return {str(key): value for key, value in container.items()}  # type: ignore[union-attr]
+
+
+# ---------------------------------------------------------------------------------------------------- groups
+
+
+def call(group: str, function: Callable[..., Result], config: Config, *given: Any, **also: Any) -> Result:
+    """`function(*given, **config, **also)`, where `config` is a configuration group: a group is the keyword arguments
+    of exactly one callable.
+
+    Raises:
+        UserError: a key that the callable does not take, or a value of another type; names it.
+    """
+    parameters = inspect.signature(function).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    arguments = {}
+    for key, value in config.items():
+        if key not in parameters and not open_ended:
+            raise UserError(f"unknown key {group}.{key}{_near(key, parameters)}")
+        hint = hints.get(key, Any) if key in parameters else Any
+        value = tuple(value) if isinstance(value, list) and "tuple" in str(hint) else value
+        if not _fits(value, hint):
+            raise UserError(f"{group}.{key}={value} must be {_say(hint)}")
+        arguments[key] = value
+    return function(*given, **arguments, **also)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value from YAML may stand where `hint` is asked for."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin in (list, tuple):
+        if not isinstance(value, origin):
+            return False
+        if origin is list or inner[-1] is Ellipsis:
+            return all(_fits(item, inner[0]) for item in value)
+        return len(value) == len(inner) and all(map(_fits, value, inner))
+    if hint is None or hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _say(hint: Any) -> str:
+    """A type in words."""
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_say(one) for one in inner)
+    if origin in (list, tuple):
+        return f"a list, each {_say(inner[0])}"
+    return words.get(hint, str(hint))
+
+
+@dataclass(frozen=True)
+class Training:
+    """The group `train`: how long, how large, how to compute, what to keep.
+
+    Attributes:
+        steps, epochs: length in optimizer steps, or in passes over the data; both null: a default (see `settle`).
+        batch_size: images of a step over all processes; null: a default.
+        accumulation: micro-batches that a process takes for one step.
+        precision: "no", "bf16" or "fp16"; null: what `accelerate launch` says.
+        clip: largest norm of the gradient, or null.
+        log_every, save_every, keep: steps between reports and between checkpoints, and checkpoints to keep.
+        workers: decoding processes for each training process; null: from the cores there are.
+        tracker: one of accelerate's (tensorboard, wandb, ...), or null.
+        seed: everything random follows from it.
+    """
+
+    steps: int | None = None
+    epochs: float | None = None
+    batch_size: int | None = None
+    accumulation: int = 1
+    precision: str | None = None
+    clip: float | None = None
+    log_every: int = 50
+    save_every: int | None = None
+    keep: int = 2
+    workers: int | None = None
+    tracker: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise UserError(f"give train.steps or train.epochs, not both (got {self.steps} and {self.epochs})")
+        for name in ("steps", "epochs", "batch_size", "accumulation", "clip", "log_every", "save_every", "keep"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"train.{name} must be positive, got {value}")
+        if self.workers is not None and self.workers < 0:
+            raise UserError(f"train.workers must not be negative, got {self.workers}")
+        if self.precision not in (None, "no", "bf16", "fp16"):
+            raise UserError(f"train.precision must be no, bf16 or fp16, got {self.precision}")
+
+
+# ---------------------------------------------------------------------------------------------------- processes
+
+
+def start(training: Training, out: Path | None = None) -> Accelerator:
+    """Devices, processes, precision and tracker.
+
+    Raises:
+        UserError: the launcher started several processes that do not see each other, or the tracker is not there.
+    """
+    if training.tracker is not None:
+        _check_tracker(training.tracker)
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision=training.precision,
+        log_with=training.tracker,
+        project_dir=str(out) if out is not None else None,
+    )
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != accelerator.num_processes:
+        raise UserError(
+            f"the launcher started {world} processes, but accelerate sees {accelerator.num_processes}; "
+            "check `accelerate config`, or set ACCELERATE_USE_CPU=true for processes on the CPU"
+        )
+    return accelerator
+
+
+def _check_tracker(name: str) -> None:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    known = [str(getattr(tracker, "value", tracker)) for tracker in LOGGER_TYPE_TO_CLASS]
+    if name not in known:
+        raise UserError(f"train.tracker={name} is unknown{_near(name, known)}")
+    if name not in [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]:
+        raise UserError(f"train.tracker={name} needs its package: pip install {name}")
+
+
+# ---------------------------------------------------------------------------------------------------- settling
+
+MICRO = {"encoder": "vit_micro_patch4_32", "batch_size": 64, "lr": 2e-3, "steps": 2000}
+
+
+def small(data: Data) -> bool:
+    """Whether this is a set of images of one small size, such as the embedded ones."""
+    return data.size is not None and max(data.size) <= 64
+
+
+def default_encoder(data: Data) -> str:
+    """An encoder that suits the images: micro models for small ones, ViT-S/16 for photographs."""
+    if not small(data):
+        return "vit_small_patch16_224"
+    return "vit_micro_patch2_8" if max(data.size or ()) <= 16 else "vit_micro_patch4_32"
+
+
+def settle(training: Training, num_samples: int, *, is_small: bool) -> tuple[int, int]:
+    """Steps and batch size, the defaults filled in.
+
+    Defaults: a batch of 64 for small images and 256 for others (never more than the data); 2,000 steps for small images,
+    and for others 100 epochs, yet at least 2,000 and at most 100,000 steps (beyond which the paper saw diminishing
+    returns, B.1.2).
+    """
+    batch = training.batch_size or min(64 if is_small else 256, max(2, num_samples // 2 * 2))
+    per_epoch = max(1, num_samples // batch)
+    if training.steps is not None:
+        return training.steps, batch
+    if training.epochs is not None:
+        return max(1, math.ceil(training.epochs * per_epoch)), batch
+    return 2000 if is_small else min(max(100 * per_epoch, 2000), 100_000), batch
+
+
+def open_data(config: Config, run: str | Path | None = None) -> tuple[Data, Config]:
+    """The data of a configuration group and the group itself; `source: same` stands for the data of a run."""
+    if config.get("source") == "same":
+        if run is None or not (Path(run) / "config.yaml").is_file():
+            raise UserError(
+                "data=same means the data of the run that from= names, and that is no run folder; give data="
+            )
+        config = load_config(run)["data"]
+    return call("data", load_data, config), config
+
+
+def default_out(recipe: str, *parts: str) -> str:
+    """A readable folder below runs/."""
+    words = [recipe, *parts]
+    return "runs/" + "-".join("".join(c if c.isalnum() or c in "._" else "_" for c in word) for word in words if word)
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+def train(
+    objective: nn.Module,
+    images: Images,
+    *,
+    training: Training,
+    steps: int,
+    batch_size: int,
+    optim: Config,
+    schedule: Config,
+    accelerator: Accelerator,
+    run: Run | None = None,
+    display: Display | None = None,
+    extra: Config | None = None,
+) -> nn.Module:
+    """Train an objective by the configuration; `extra` joins every row of metrics."""
+    plan = Plan(
+        len(images),
+        batch_size,
+        seed=training.seed,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
+        accumulation=training.accumulation,
+    )
+    on_cpu = accelerator.device.type == "cpu"
+    workers = default_workers(on_cpu=on_cpu) if training.workers is None else training.workers
+    optimizer = call("optim", make_optimizer, optim, objective)
+    rate = call("schedule", make_rate, schedule, base=optim["lr"], steps=steps)
+    return fit(
+        objective,
+        Loader(images, plan, workers=workers, pin=accelerator.device.type == "cuda"),
+        optimizer,
+        steps=steps,
+        rate=rate,
+        accelerator=accelerator,
+        seed=training.seed,
+        clip=training.clip,
+        log_every=training.log_every,
+        save_every=training.save_every,
+        keep=training.keep,
+        run=run,
+        report=display.report if display is not None else None,
+        extra=extra,
+    )
+
+
+def make_optimizer(
+    objective: nn.Module, *, opt: str, lr: float, weight_decay: float = 0.0, betas: tuple[float, float] | None = None
+) -> torch.optim.Optimizer:
+    """timm's `create_optimizer_v2`: biases, norms, positions and tokens do not decay. `momentum` is plain SGD with
+    momentum 0.9, as in the paper (timm's `sgd` is Nesterov's)."""
+    also = {} if betas is None else {"betas": tuple(betas)}
+    try:
+        return create_optimizer_v2(objective, opt=opt, lr=lr, weight_decay=weight_decay, **also)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"optim.opt={opt}: {error}") from error
+
+
+def make_rate(
+    *, base: float, steps: int, warmup_steps: int | None = None, decay: str = "cosine", end: float = 0.0
+) -> Callable[[int], float]:
+    """The learning rate as a function of the step (`mpp.train.learning_rate`), checked before the first one."""
+
+    def rate(step: int) -> float:
+        return learning_rate(step, base=base, steps=steps, warmup_steps=warmup_steps, decay=decay, end=end)
+
+    rate(0)
+    rate(steps)
+    return rate
+
+
+def seed_weights(seed: int, purpose: str = "init") -> None:
+    """Seed what the initial weights are drawn from. They are drawn on the CPU, so every process has the same."""
+    torch.manual_seed(fold(seed, purpose) & (2**63 - 1))
+
+
+def describe_encoder(encoder: Encoder) -> str:
+    """One line for the banner."""
+    millions = sum(p.numel() for p in encoder.parameters()) / 1e6
+    (height, width), (tall, wide) = encoder.size, encoder.patch
+    return f"{encoder.name}, {millions:.2f} M parameters, {height} x {width} px, {encoder.num_patches} patches of {tall} x {wide}"
