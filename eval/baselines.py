@@ -48,7 +48,7 @@ def nearest_neighbours(
     """k-NN, Euclidean; k is chosen on a held-out fifth of the training images.
 
     Returns:
-        "accuracy" on the test images and the chosen "neighbours".
+        "accuracy" on the test images and the chosen "k".
     """
     fitted, held = hold_out(train_labels, held_out, seed)
     usable = [k for k in neighbours if k <= len(fitted)] or [1]
@@ -58,7 +58,7 @@ def nearest_neighbours(
     ]
     k = usable[int(np.argmax(scores))]
     accuracy = KNeighborsClassifier(k).fit(train, train_labels).score(test, test_labels)
-    return {"accuracy": float(accuracy), "neighbours": k}
+    return {"accuracy": float(accuracy), "k": k}
 
 
 def to_numpy(features: Tensor) -> np.ndarray:

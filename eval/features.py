@@ -21,7 +21,7 @@ def compute(
     batch_size: int = 256,
     workers: int = 0,
 ) -> Tensor:
-    """`function(images uint8 (B, C, H, W)) -> (B, ...)` for every sample: float32 (n, ...) on the CPU, on every process.
+    """`function(images uint8 (B, C, H, W)) -> (B, ...)` for every sample: float32 (n, ...) on every process's CPU.
 
     Args:
         function: what to compute; it may use `module`, which is put on the device and in evaluation mode meanwhile.

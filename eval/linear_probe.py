@@ -37,7 +37,7 @@ def linear_probe(
         held_out: share of the training images to choose on.
 
     Returns:
-        "accuracy" on the test images and the chosen "strength".
+        "accuracy" on the test images and the chosen "C".
     """
     fitted, held = hold_out(train_labels, held_out, seed)
     with warnings.catch_warnings():
@@ -49,4 +49,4 @@ def linear_probe(
         ]
         strength = strengths[int(np.argmax(scores))]
         accuracy = classifier(strength).fit(train, train_labels).score(test, test_labels)
-    return {"accuracy": float(accuracy), "strength": strength}
+    return {"accuracy": float(accuracy), "C": strength}

@@ -1,7 +1,7 @@
 """The encoder: any timm Vision Transformer with one seam, `embed` and `encode`, between projection and positions.
 
-The seam is where masked patch prediction corrupts tokens (paper, section 4.6: patch *embeddings* are replaced) and where
-later objectives drop them. Parameters keep timm's names under the prefix `vit.`, so weights go in and out of timm
+The seam is where masked patch prediction corrupts tokens (paper, section 4.6: patch *embeddings* are replaced) and
+where later objectives drop them. Parameters keep timm's names under the prefix `vit.`, so weights go in and out of timm
 without conversion. This is the only file that knows timm's `VisionTransformer` from the inside; a test holds it equal
 to `forward_features`, bit for bit.
 """
@@ -54,6 +54,9 @@ class Encoder(nn.Module):
     Raises:
         UserError: no such model, not a ViT, or an image size that the patches do not divide.
     """
+
+    _mean: Tensor
+    _std: Tensor
 
     def __init__(
         self,

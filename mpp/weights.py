@@ -74,8 +74,9 @@ def describe(path: str | Path) -> dict[str, Any]:
 def build_encoder(path: str | Path, *, size: tuple[int, int] | None = None) -> Encoder:
     """The architecture of an exported encoder with fresh weights, at another image size if asked."""
     config = describe(path)["mpp"]
-    config["size"] = tuple(size or config["size"])
-    return Encoder(**{key: tuple(value) if isinstance(value, list) else value for key, value in config.items()})
+    config["size"] = size or config["size"]
+    arguments: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
+    return Encoder(**arguments)
 
 
 def load_encoder(path: str | Path, *, size: tuple[int, int] | None = None) -> Encoder:

@@ -30,6 +30,7 @@ from mpp.errors import LocalError, UserError
 from mpp.randomness import fold
 from mpp.train import Run, fit, learning_rate
 from mpp.train.run import flatten, load_config
+from mpp.weights import describe
 
 Result = TypeVar("Result")
 Config = dict[str, Any]
@@ -225,8 +226,6 @@ def _check_tracker(name: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------- settling
 
-MICRO = {"encoder": "vit_micro_patch4_32", "batch_size": 64, "lr": 2e-3, "steps": 2000}
-
 
 def small(data: Data) -> bool:
     """Whether this is a set of images of one small size, such as the embedded ones."""
@@ -243,17 +242,17 @@ def default_encoder(data: Data) -> str:
 def settle(training: Training, num_samples: int, *, is_small: bool) -> tuple[int, int]:
     """Steps and batch size, the defaults filled in.
 
-    Defaults: a batch of 64 for small images and 256 for others (never more than the data); 2,000 steps for small images,
-    and for others 100 epochs, yet at least 2,000 and at most 100,000 steps (beyond which the paper saw diminishing
-    returns, B.1.2).
+    Defaults: a batch of 32 for small images and 256 for others (never more than the data); 4,000 steps for small
+    images, and for others 100 epochs, yet at least 2,000 and at most 100,000 steps (beyond which the paper saw
+    diminishing returns, B.1.2).
     """
-    batch = training.batch_size or min(64 if is_small else 256, max(2, num_samples // 2 * 2))
+    batch = training.batch_size or min(32 if is_small else 256, max(2, num_samples // 2 * 2))
     per_epoch = max(1, num_samples // batch)
     if training.steps is not None:
         return training.steps, batch
     if training.epochs is not None:
         return max(1, math.ceil(training.epochs * per_epoch)), batch
-    return 2000 if is_small else min(max(100 * per_epoch, 2000), 100_000), batch
+    return 4000 if is_small else min(max(100 * per_epoch, 2000), 100_000), batch
 
 
 def open_data(config: Config, run: str | Path | None = None) -> tuple[Data, Config]:
@@ -265,6 +264,54 @@ def open_data(config: Config, run: str | Path | None = None) -> tuple[Data, Conf
             )
         config = load_config(run)["data"]
     return call("data", load_data, config), config
+
+
+def data_line(data: Data) -> str:
+    """One line for the banner."""
+    count = f"{len(data.train):,} training" + (f" and {len(data.test):,} test" if data.test is not None else "")
+    classes = f", {len(data.classes)} classes" if data.classes is not None else ""
+    return f"{data.name}: {count} images{classes}" + (f" ({data.note})" if data.note else "")
+
+
+def check_channels(encoder: Encoder, data: Data) -> None:
+    """Raises UserError unless the encoder takes the data's channels."""
+    if encoder.channels != data.channels:
+        raise UserError(
+            f"the encoder takes {encoder.channels} channel(s), the data has {data.channels}; "
+            f"set data.channels={encoder.channels}"
+        )
+
+
+def init_name(source: str | Path) -> str:
+    """What results call an encoder: "mpp", or "supervised" after training with labels."""
+    return str(describe(source).get("objective", "mpp"))
+
+
+def pool_of(source: str | Path, pool: str | None) -> str:
+    """The pooling to use: the given one, else what the encoder was trained with, else the mean of the patches.
+
+    After masked pre-training the class token's output is untrained (paper.md 3.3, rows 17 and 18).
+    """
+    return pool or str(describe(source).get("pool", "mean"))
+
+
+def pair(size: int | list[int] | tuple[int, ...] | None) -> tuple[int, int] | None:
+    """An image size as (height, width).
+
+    Raises:
+        UserError: neither one side nor two.
+    """
+    if size is None:
+        return None
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    if len(sides) != 2 or min(sides) < 1:
+        raise UserError(f"size must be one side or [height, width] in pixels, got {size}")
+    return sides[0], sides[1]
+
+
+def labels_words(per_class: int | None) -> str:
+    """A number of labels, for people."""
+    return "all labels" if per_class is None else f"{per_class} labels a class"
 
 
 def default_out(recipe: str, *parts: str) -> str:
@@ -355,4 +402,7 @@ def describe_encoder(encoder: Encoder) -> str:
     """One line for the banner."""
     millions = sum(p.numel() for p in encoder.parameters()) / 1e6
     (height, width), (tall, wide) = encoder.size, encoder.patch
-    return f"{encoder.name}, {millions:.2f} M parameters, {height} x {width} px, {encoder.num_patches} patches of {tall} x {wide}"
+    return (
+        f"{encoder.name}, {millions:.2f} M parameters, {height} x {width} px, "
+        f"{encoder.num_patches} patches of {tall} x {wide}"
+    )

@@ -11,19 +11,18 @@ from rich.table import Table
 
 
 class Display:
-    """Progress of one training run; use it as a context. Silent on all processes but the main one.
+    """Progress of something with a number of steps; use it as a context.
 
     Args:
-        title: names the run on its line.
-        steps: of the whole run.
-        main: whether this is the main process.
-        live: False prints nothing; the fine-tuning runs of a grid share one line of their own.
+        title: stands at the beginning of the line.
+        steps: how many there are.
+        main: False shows nothing: on all processes but the main one.
     """
 
     def __init__(self, title: str, steps: int, *, main: bool = True) -> None:
         self.title, self.steps, self.main = title, steps, main
         self.console = make_console(main)
-        self.began = self.printed = time.monotonic()
+        self.count, self.printed = 0, time.monotonic()
         self._progress: Progress | None = None
 
     def __enter__(self) -> Self:
@@ -54,12 +53,20 @@ class Display:
         text += f"  {row['images_per_second']:,.0f} images/s  {clock(row['seconds_left'])} left"
         if row["data_wait"] > 0.1 and step > 1:
             text += f"  waiting for data {row['data_wait']:.0%} (more train.workers?)"
+        self._show(step, text)
+
+    def advance(self, text: str) -> None:
+        """One more of the things that are counted is done."""
+        self.count += 1
+        self._show(self.count, text)
+
+    def _show(self, done: int, text: str) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, numbers=text)
-        elif self.main and (time.monotonic() - self.printed > 5 or step == self.steps or step <= row.get("first", 0)):
+            self._progress.update(self._task, completed=done, numbers=text)
+        elif self.main and (done == self.steps or time.monotonic() - self.printed > 5):
             # Not a terminal: a line every few seconds is enough for a log file.
             self.printed = time.monotonic()
-            self.console.print(f"{self.title}  step {step}/{self.steps}  {text}")
+            self.console.print(f"{self.title}  {done}/{self.steps}  {text}", markup=False)
 
 
 def make_console(main: bool = True) -> Console:
@@ -85,7 +92,7 @@ def banner(console: Console, title: str, **lines: Any) -> None:
 
 
 def results_table(rows: list[dict[str, Any]], *, num_test: int | None = None) -> Table:
-    """The rows of results.json for people: one line for each protocol and number of labels, a control a column entry."""
+    """The rows of results.json for people: one line for each protocol, number of labels and encoder."""
     title = (
         "Accuracy on the test split" + (f" ({num_test:,} images)" if num_test else "") + ", mean ± standard deviation"
     )

@@ -47,8 +47,8 @@ class Images(Dataset[Any]):
         rows = self.source[ids.tolist()]
         try:
             images = [
-                self.transform(to_tensor(decode(image, self.channels)), key)
-                for image, key in zip(rows["image"], keys, strict=True)
+                self.transform(to_tensor(decode(image, self.channels)), draws)
+                for image, draws in zip(rows["image"], self.transform.draw(keys), strict=True)
             ]
         except UserError as error:
             return {"error": str(error)}

@@ -9,9 +9,9 @@ from mpp.randomness import Permutation, fold
 class Plan:
     """The order of samples, as a pure function of the step.
 
-    Step t takes positions [tG, (t+1)G) of an endless sequence of epochs of `steps_per_epoch` * G samples each, where G is
-    the global batch; each epoch is a permutation of its own, and its tail of fewer than G samples is left out. A global
-    batch is cut into micro-batches of `size` samples: process r of W takes, in its a-th accumulation step, the
+    Step t takes positions [tG, (t+1)G) of an endless sequence of epochs of `steps_per_epoch` * G samples each, where G
+    is the global batch; each epoch is a permutation of its own, and its tail of fewer than G samples is left out. A
+    global batch is cut into micro-batches of `size` samples: process r of W takes, in its a-th accumulation step, the
     contiguous piece number a W + r. So neighbours 2i and 2i + 1 of the global batch, which are each other's donors,
     never part, and the samples of a step do not depend on W or A.
 
@@ -32,7 +32,8 @@ class Plan:
         pieces = world * accumulation
         if batch_size < 2 or accumulation < 1:
             raise UserError(
-                f"train.batch_size must be at least 2 and train.accumulation at least 1, got {batch_size} and {accumulation}"
+                "train.batch_size must be at least 2 and train.accumulation at least 1, "
+                f"got {batch_size} and {accumulation}"
             )
         if batch_size > num_samples:
             raise UserError(
@@ -44,7 +45,8 @@ class Plan:
             near = f"{below} or {above}" if below else f"{above}"
             raise UserError(
                 f"train.batch_size={batch_size} gives {world} process(es) x {accumulation} accumulation step(s) "
-                f"batches of {batch_size / pieces:g}; each needs an even number, so use a multiple of {2 * pieces}: {near}"
+                f"batches of {batch_size / pieces:g}; each needs an even number, so use a multiple of {2 * pieces}: "
+                f"{near}"
             )
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
         self.rank, self.world, self.accumulation = rank, world, accumulation

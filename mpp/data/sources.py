@@ -9,7 +9,7 @@ import os
 import struct
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ import numpy as np
 import PIL.Image
 import torch
 
+from mpp.data.transforms import Transform
 from mpp.errors import UserError
-from mpp.randomness import fold, fold_each, integers
+from mpp.randomness import fold, fold_each, uniform
 
 PHOTOS = (
     "astronaut.png",
@@ -49,6 +50,7 @@ class Data:
         channels: channels that images are decoded to.
         size: (height, width) if all images are known to share one, else None.
         note: one line for the user on how the split was made, or "".
+        crop_scale, flip, crop_pct: see `Transform`.
     """
 
     name: str
@@ -58,6 +60,13 @@ class Data:
     channels: int
     size: tuple[int, int] | None = None
     note: str = ""
+    crop_scale: tuple[float, float] | None = None
+    flip: float = 0.5
+    crop_pct: float = 1.0
+
+    def transform(self, size: tuple[int, int]) -> Transform:
+        """The training transform to a size; `.evaluation()` of it is the one for testing."""
+        return Transform(size, crop_scale=self.crop_scale, flip=self.flip, crop_pct=self.crop_pct)
 
     def labels(self, split: str = "train") -> np.ndarray:
         """int64 (n,) labels of a split.
@@ -81,8 +90,11 @@ def load_data(
     channels: int | None = None,
     image_column: str | None = None,
     label_column: str | None = None,
-    per_class: int = 1000,
+    per_class: int = 4000,
     test_per_class: int = 200,
+    crop_scale: tuple[float, float] | None = None,
+    flip: float = 0.5,
+    crop_pct: float = 1.0,
 ) -> Data:
     """Open a data set.
 
@@ -93,6 +105,7 @@ def load_data(
         channels: decode to so many channels (1, 2, 3 or 4); None looks at the images.
         image_column, label_column: for "hub"; None finds them by type and name.
         per_class, test_per_class: for "photos", crops of each photograph.
+        crop_scale, flip, crop_pct: see `Transform`.
 
     Raises:
         UserError: no such path, no images in it, no such column.
@@ -109,11 +122,9 @@ def load_data(
         data = _folder(path) if source == "folder" else _hub(path, image_column, label_column)
     else:
         raise UserError(f"data.source must be photos, digits, folder or hub, got {source!r}")
-    if channels is None:
-        return data
-    if channels not in MODES:
+    if channels is not None and channels not in MODES:
         raise UserError(f"data.channels must be 1, 2, 3 or 4, got {channels}")
-    return _replace(data, channels=channels)
+    return replace(data, channels=channels or data.channels, crop_scale=crop_scale, flip=flip, crop_pct=crop_pct)
 
 
 # ---------------------------------------------------------------------------------------------------- decoding
@@ -165,11 +176,10 @@ def _to_uint8(file: PIL.Image.Image, channels: int) -> np.ndarray:
     return array if array.ndim == 3 else array[:, :, None]
 
 
-def encode_png(array: np.ndarray) -> bytes:
-    """uint8 (H, W) or (H, W, 3) -> the bytes of a PNG file, losslessly and fast."""
-    file = io.BytesIO()
-    PIL.Image.fromarray(array).save(file, "PNG", compress_level=1)
-    return file.getvalue()
+def encode(array: np.ndarray) -> bytes:
+    """uint8 (H, W) or (H, W, 3) -> the bytes of a PGM or PPM file: no compression, so that decoding is a copy."""
+    kind = "P5" if array.ndim == 2 else "P6"
+    return f"{kind} {array.shape[1]} {array.shape[0]} 255\n".encode() + array.tobytes()
 
 
 def _find_channels(source: datasets.Dataset, looked_at: int = 32) -> int:
@@ -194,31 +204,41 @@ def _photographs() -> tuple[np.ndarray, ...]:
     return tuple(np.asarray(PIL.Image.open(folder / name).convert("RGB")) for name in PHOTOS)
 
 
-def photo_crop(split: str, index: int) -> tuple[np.ndarray, int]:
-    """Crop number `index` of the photographs: uint8 (32, 32, 3) and the number of the photograph, a pure function.
+def photo_crops(split: str, index: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """Crops of the photographs by number: uint8 (32, 32, 3) each, and the numbers of their photographs.
 
-    Training crops lie in the left 60 % of the photograph's columns and test crops in the right 40 %: no pixel is shared.
+    A pure function of the split and each index. Training crops lie in the left 60 % of the photograph's columns, test
+    crops in the right 40 %: no pixel is shared.
     """
-    label = index % len(PHOTOS)
-    photo = _photographs()[label]
-    border = photo.shape[1] * 3 // 5
-    region = photo[:, :border] if split == "train" else photo[:, border:]
-    key = torch.tensor([fold("photos", split, index)])
-    top = int(integers(key, "top", 1, region.shape[0] - PHOTO_SIDE + 1))
-    left = int(integers(key, "left", 1, region.shape[1] - PHOTO_SIDE + 1))
-    return region[top : top + PHOTO_SIDE, left : left + PHOTO_SIDE], label
+    keys = fold_each(fold("photos", split), torch.as_tensor(index))
+    place = uniform(keys, "place", 2).numpy()
+    labels = index % len(PHOTOS)
+    crops = []
+    for (down, right), label in zip(place, labels, strict=True):
+        photo = _photographs()[label]
+        border = photo.shape[1] * 3 // 5
+        region = photo[:, :border] if split == "train" else photo[:, border:]
+        top = int(down * (region.shape[0] - PHOTO_SIDE + 1))
+        left = int(right * (region.shape[1] - PHOTO_SIDE + 1))
+        crops.append(region[top : top + PHOTO_SIDE, left : left + PHOTO_SIDE])
+    return crops, labels
 
 
 def _photos(per_class: int, test_per_class: int) -> Data:
     names = tuple(name.split(".")[0] for name in PHOTOS)
     made = {}
     for split, count in (("train", per_class), ("test", test_per_class)):
-        crops = [photo_crop(split, i) for i in range(count * len(PHOTOS))]
-        made[split] = _in_memory([encode_png(array) for array, _ in crops], [label for _, label in crops])
+        crops, labels = photo_crops(split, np.arange(count * len(PHOTOS)))
+        made[split] = _in_memory([encode(crop) for crop in crops], labels.tolist())
     return Data(
-        "photos", made["train"], made["test"], names, channels=3, size=(PHOTO_SIDE, PHOTO_SIDE),
-        note="8 photographs of scikit-image; train: left 60 % of each, test: right 40 %",
-    )  # fmt: skip
+        "photos",
+        made["train"],
+        made["test"],
+        names,
+        channels=3,
+        size=(PHOTO_SIDE, PHOTO_SIDE),
+        note="crops of 8 photographs of scikit-image; train: left 60 % of each, test: right 40 %",
+    )
 
 
 def _digits() -> Data:
@@ -227,7 +247,7 @@ def _digits() -> Data:
     digits = load_digits()
     pixels = (digits.images * (255 / 16)).round().astype(np.uint8)  # 0..16 -> 0..255
     parts = _split_by_key(len(pixels), fold("digits"))
-    made = [_in_memory([encode_png(pixels[i]) for i in part], digits.target[part].tolist()) for part in parts]
+    made = [_in_memory([encode(pixels[i]) for i in part], digits.target[part].tolist()) for part in parts]
     return Data(
         "digits", made[0], made[1], tuple("0123456789"), channels=1, size=(8, 8),
         note=f"1,797 scans of scikit-learn; one in {HELD_OUT} held out for testing; a smoke test, never evidence",
@@ -354,7 +374,8 @@ def _hub(path: str, image_column: str | None, label_column: str | None) -> Data:
     image = _find_column(train, "image", image_column, lambda f: isinstance(f, datasets.Image), path)
     if image is None:
         raise UserError(
-            f"data.path={path} has no image column; found {', '.join(train.column_names)}; name it with data.image_column="
+            f"data.path={path} has no image column; found {', '.join(train.column_names)}; "
+            "name it with data.image_column="
         )
     label = _find_column(train, "label", label_column, lambda f: isinstance(f, datasets.ClassLabel), path)
     classes = _classes(train, label) if label is not None else None
@@ -402,9 +423,3 @@ def _standardise(
     if unknown := sorted({str(value) for value in values} - set(classes)):
         raise UserError(f"the test split has labels that the training split lacks: {', '.join(unknown[:5])}")
     return source.remove_columns("label").add_column("label", [number[str(value)] for value in values])
-
-
-def _replace(data: Data, **changes: Any) -> Data:
-    from dataclasses import replace
-
-    return replace(data, **changes)

@@ -48,8 +48,12 @@ class Transform:
         """The same sizes without randomness."""
         return replace(self, train=False)
 
-    def __call__(self, image: Tensor, key: Tensor) -> Tensor:
-        """uint8 (C, H, W) and the sample's key, int64 () -> uint8 (C, *size)."""
+    def draw(self, keys: Tensor) -> list[list[float]]:
+        """The random numbers of a batch of keys int64 (B,): one for the flip and forty for the crop, if there is one."""
+        return uniform(keys, "crop", 1 if self.crop_scale is None else 41).tolist()
+
+    def __call__(self, image: Tensor, draws: list[float]) -> Tensor:
+        """uint8 (C, H, W) and the sample's row of `draw` -> uint8 (C, *size)."""
         height, width = image.shape[-2:]
         if not self.train:
             if (height, width) == self.size and self.crop_pct == 1:
@@ -57,7 +61,6 @@ class Transform:
             scale = max(self.size[0] / height, self.size[1] / width) / self.crop_pct
             image = _resize(image, (max(self.size[0], round(height * scale)), max(self.size[1], round(width * scale))))
             return T.center_crop(image, list(self.size))
-        draws = uniform(key.view(1), "crop", 41)[0].tolist()
         if self.crop_scale is not None:
             top, left, tall, wide = _inception_crop(height, width, self.crop_scale, draws[1:])
             image = image[:, top : top + tall, left : left + wide]

@@ -1,4 +1,4 @@
-"""Masked patch prediction (paper, section 4.6 and appendix B.1.2): corrupt half of the patches, predict their colour."""
+"""Masked patch prediction (paper, section 4.6, appendix B.1.2): corrupt half of the patches, predict their colour."""
 
 from torch import Tensor, nn
 

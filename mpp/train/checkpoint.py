@@ -87,7 +87,7 @@ def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{names[parameter]}|{moment}": torch.as_tensor(value)
         for parameter, moments in optimizer.state.items()
@@ -97,7 +97,7 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 def _set_moments(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Tensor]) -> None:
     """Through `load_state_dict`, which moves every moment to its parameter's device and type."""
-    number = {}
+    number: dict[Tensor, int] = {}
     state = optimizer.state_dict()
     for group, numbered in zip(optimizer.param_groups, state["param_groups"], strict=True):
         number.update(zip(group["params"], numbered["params"], strict=True))

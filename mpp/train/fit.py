@@ -1,7 +1,7 @@
 """The one training loop. Supervised, masked, pre-training and fine-tuning all run through it.
 
-It reads from top to bottom: restore, then for each step rate, micro-batches, clip, update, and now and then a report and
-a checkpoint. Nothing inside a step waits for the device: sums stay there until a report.
+It reads from top to bottom: restore, then for each step rate, micro-batches, clip, update, and now and then a report
+and a checkpoint. Nothing inside a step waits for the device: sums stay there until a report.
 """
 
 import time

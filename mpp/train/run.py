@@ -23,7 +23,16 @@ from mpp.errors import UserError
 from mpp.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 
 # What may differ between the run that was and the one that continues it: nothing here changes what is learned.
-MAY_CHANGE = ("train.workers", "train.log_every", "train.save_every", "train.keep", "train.tracker")
+MAY_CHANGE = (
+    "train.workers",
+    "train.log_every",
+    "train.save_every",
+    "train.keep",
+    "train.tracker",
+    "probe.",  # whole groups: they come after training
+    "finetune.",
+    "few.",
+)
 PACKAGES = ("torch", "timm", "accelerate", "datasets", "hydra-core", "einops", "numpy", "pillow", "safetensors")
 
 
@@ -62,13 +71,18 @@ class Run:
         changed = [
             f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
             for key in sorted(old.keys() | new.keys())
-            if key not in MAY_CHANGE and old.get(key) != new.get(key)
+            if not key.startswith(MAY_CHANGE) and old.get(key) != new.get(key)
         ]
         if changed:
             raise UserError(
                 f"{self.out} holds a run with another configuration ({'; '.join(changed[:5])}); "
                 "continue it with its own, or choose another out="
             )
+
+    def step(self) -> int:
+        """Steps done at the last checkpoint, 0 without one."""
+        found = checkpoints(self.checkpoints)
+        return found[-1][0] if found else 0
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Continue from the last checkpoint, if there is one: restores in place and returns the step to do next."""

@@ -1,0 +1,226 @@
+"""Pre-train an encoder by masked patch prediction, or with labels (objective=supervised).
+
+accelerate launch recipes/pretrain.py out=runs/a data=folder data.path=DIR encoder.name=vit_small_patch16_224
+"""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from mpp.eval.pictures import loss_curve, prediction_panel, results_bars
+from mpp.eval.report import write_report
+from mpp.eval.results import Row
+from mpp.recipes import common
+from mpp.recipes.common import Config, call
+from mpp.recipes.display import Display, banner, make_console
+from torch import nn
+
+from mpp.data.loader import Images
+from mpp.data.sources import Data
+from mpp.encoder import Encoder
+from mpp.errors import UserError
+from mpp.objectives.mpp import MaskedPatchPrediction
+from mpp.objectives.supervised import Supervised
+from mpp.train import Run
+from mpp.train.run import environment, flatten, to_yaml
+from mpp.weights import EXPORT, export_encoder
+
+PICTURES = (
+    ("panel.png", "What the model sees and predicts, on test images."),
+    ("loss.png", "The loss, and the entropy of the labels: below it, the model has learned from the context."),
+    ("results.png", "Accuracy on the test split, each beside its controls."),
+)
+LABELLED_IMAGES = 2048  # whose labels give the entropy that a loss is compared with
+
+
+def pretrain(config: Config) -> Path:
+    """Run the recipe; returns the run folder."""
+    training = call("train", common.Training, config["train"])
+    data, config["data"] = common.open_data(config["data"])
+    config["encoder"] |= {
+        "name": config["encoder"]["name"] or common.default_encoder(data),
+        "channels": config["encoder"]["channels"] or data.channels,
+        "size": common.pair(config["encoder"]["size"]),
+    }
+    common.seed_weights(training.seed)
+    encoder = call("encoder", Encoder, config["encoder"])
+    objective = call("objective", build_objective, config["objective"], encoder, data)
+
+    steps, batch_size = common.settle(training, len(data.train), is_small=common.small(data))
+    config["train"] |= {"steps": steps, "epochs": None, "batch_size": batch_size}
+    config["optim"]["lr"] = config["optim"]["lr"] or (2e-3 if common.small(data) else 5e-4 * batch_size / 512)
+    config["out"] = config["out"] or common.default_out(
+        "pretrain", data.name, encoder.name, config["objective"]["name"] * (config["objective"]["name"] != "mpp")
+    )
+    out = Path(config["out"])
+
+    accelerator = common.start(training, out)
+    run = Run(out, config, main=accelerator.is_main_process)
+    if training.tracker is not None:
+        accelerator.init_trackers(out.name, config={key: str(value) for key, value in flatten(config).items()})
+    images = Images(data.train, data.transform(encoder.size), channels=encoder.channels, seed=training.seed)
+    extra = label_entropy(objective, images)
+    console = make_console(accelerator.is_main_process)
+    banner(
+        console,
+        "Pre-training by masked patch prediction" if objective.name == "mpp" else "Pre-training with labels",
+        data=common.data_line(data),
+        encoder=common.describe_encoder(encoder),
+        objective=objective_line(objective, extra),
+        training=f"{steps:,} steps of {batch_size} images, {steps * batch_size / len(data.train):.1f} epochs; "
+        f"{config['optim']['opt']}, learning rate {config['optim']['lr']:g}",
+        machine=machine_line(accelerator, batch_size, training.accumulation),
+        out=str(out) + (f", continued from step {run.step()}" if run.step() else ""),
+    )
+    with Display("pre-training", steps, main=accelerator.is_main_process) as display:
+        common.train(
+            objective,
+            images,
+            training=training,
+            steps=steps,
+            batch_size=batch_size,
+            optim=config["optim"],
+            schedule=config["schedule"],
+            accelerator=accelerator,
+            run=run,
+            display=display,
+            extra=extra,
+        )
+    if accelerator.is_main_process:
+        finish(objective, encoder, run, data, console)
+    accelerator.wait_for_everyone()
+    if training.tracker is not None:
+        accelerator.end_training()
+    return out
+
+
+def build_objective(encoder: Encoder, data: Data, *, name: str, **arguments: Any) -> nn.Module:
+    """The objective of the group `objective`: its name and its class's keyword arguments.
+
+    Raises:
+        UserError: an unknown name or argument, or labels are needed and there are none.
+    """
+    if name == "mpp":
+        return call("objective", MaskedPatchPrediction, arguments, encoder)
+    if name == "supervised":
+        data.labels()
+        return call("objective", Supervised, arguments, encoder, len(data.classes or ()))
+    raise UserError(f"objective.name must be mpp or supervised, got {name!r}")
+
+
+def label_entropy(objective: nn.Module, images: Images) -> dict[str, float]:
+    """{"label_entropy": nats} of masked patch prediction on the first training crops; {} for other objectives.
+
+    It is the loss of the best constant guess: a loss below it has learned from the context.
+
+    Raises:
+        UserError: all labels are the same, so there is nothing to learn.
+    """
+    if not isinstance(objective, MaskedPatchPrediction):
+        return {}
+    order = torch.linspace(0, len(images) - 1, min(LABELLED_IMAGES, len(images))).long()
+    target, patch = objective.target, objective.encoder.patch
+    labels = []
+    for ids in order.split(64):
+        batch = images[0, ids]
+        if "error" in batch:
+            raise UserError(batch["error"])
+        labels.append(target.labels(batch["image"], patch))
+    entropy = target.entropy(torch.cat(labels))
+    if entropy == 0:
+        raise UserError(
+            "every patch of the data has the same colour label, so there is nothing to predict; look at the images"
+        )
+    return {"label_entropy": round(entropy, 4)}
+
+
+def objective_line(objective: nn.Module, extra: dict[str, float]) -> str:
+    """What is predicted, for the banner."""
+    if isinstance(objective, MaskedPatchPrediction):
+        target, count = objective.target, objective.corruption.count
+        classes = f"{target.size} classes" if target.joint else f"{target.channels} x {target.levels} classes"
+        return (
+            f"predict the mean colour of {count} of {objective.encoder.num_patches} patches, {classes}; "
+            f"entropy of the labels {extra['label_entropy']:.3f} nats"
+        )
+    return f"{objective.num_classes} classes"
+
+
+def machine_line(accelerator: Accelerator, batch_size: int, accumulation: int) -> str:
+    """Devices, processes, precision and how the batch is cut, for the banner."""
+    world = accelerator.num_processes
+    device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else str(accelerator.device)
+    per_process = batch_size // (world * accumulation)
+    return (
+        f"{world} process{'es' * (world > 1)} on {device}, precision {accelerator.mixed_precision}, "
+        f"batch {batch_size} = {world} x {accumulation} x {per_process} (processes x accumulation x images)"
+    )
+
+
+def finish(objective: nn.Module, encoder: Encoder, run: Run, data: Data, console: Any) -> None:
+    """Export the encoder and draw the pictures (main process)."""
+    objective.cpu().eval()
+    about = {"objective": objective.name, "data": data.name}
+    if isinstance(objective, Supervised):
+        about["pool"] = objective.pool
+    export_encoder(encoder, run.out / EXPORT, **about)
+    pictures = run.out / "pictures"
+    pictures.mkdir(exist_ok=True)
+    rows = run.metrics()
+    loss_curve(rows, pictures / "loss.png", title=data.name)
+    if isinstance(objective, MaskedPatchPrediction):
+        panel(objective, data, pictures / "panel.png")
+    write_run_report(run.out, [], run.config)
+    if rows:
+        console.print(f"pre-trained: loss {rows[-1]['loss']:.4f}; encoder in {run.out / EXPORT}", highlight=False)
+
+
+def panel(objective: MaskedPatchPrediction, data: Data, path: Path, *, rows: int = 8) -> None:
+    """Draw what the model predicts on images it was not trained on, where there are any: one of each class first."""
+    source = data.test if data.test is not None else data.train
+    transform = data.transform(objective.encoder.size).evaluation()
+    images = Images(source, transform, channels=objective.encoder.channels)
+    batch = images[0, torch.arange(min(rows, len(source) // 2 * 2))]
+    if "error" not in batch and len(batch["image"]):
+        prediction_panel(objective, batch["image"], batch["key"], path)
+
+
+def write_run_report(out: Path, results: list[Row], config: Config) -> Path:
+    """Write report.html from what lies in a run folder (main process)."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    last = rows[-1] if rows else {}
+    facts = {
+        "data": config["data"]["source"],
+        "encoder": config["encoder"]["name"],
+        "steps": f"{last.get('step', 0):,}",
+    }
+    if "loss" in last:
+        facts["loss at the end"] = f"{last['loss']:.4f} nats"
+    if "label_entropy" in last:
+        facts["entropy of the labels"] = f"{last['label_entropy']:.4f} nats, the loss of the best constant guess"
+    if rows:
+        facts["images a second"] = f"{statistics.median(row['images_per_second'] for row in rows):,.0f} (median)"
+    pictures = []
+    if results:
+        results_bars(results, out / "pictures" / "results.png")
+    for name, caption in PICTURES:
+        if (out / "pictures" / name).is_file():
+            pictures.append((out / "pictures" / name, caption))
+    return write_report(
+        out,
+        title=f"{out.name}: masked patch prediction"
+        if config["objective"]["name"] == "mpp"
+        else f"{out.name}: training with labels",
+        rows=results,
+        pictures=pictures,
+        facts=facts,
+        config_yaml=to_yaml(config),
+        environment=environment(),
+    )
+
+
+if __name__ == "__main__":
+    common.main("pretrain", pretrain)

@@ -1,0 +1,65 @@
+"""The main job in one command: pre-train, linear-probe and fine-tune with few labels, each beside its controls.
+
+make quickstart        or        accelerate launch recipes/quickstart.py
+"""
+
+import time
+from pathlib import Path
+
+from mpp.eval.results import write_results
+from mpp.recipes import common
+from mpp.recipes.common import Config, call
+from mpp.recipes.display import clock, make_console, results_table
+from mpp.recipes.finetune import finetune
+from mpp.recipes.linear_probe import probe
+from mpp.recipes.pretrain import pretrain, write_run_report
+
+from mpp.errors import UserError
+from mpp.train.run import load_config
+
+
+def quickstart(config: Config) -> Path:
+    """Run the recipe; returns the run folder."""
+    began = time.monotonic()
+    if config["objective"]["name"] != "mpp":
+        raise UserError(
+            "the quickstart shows masked patch prediction; for objective=supervised use recipes/pretrain.py"
+        )
+    few = call("few", common.Training, config["few"])
+    data, _ = common.open_data(config["data"])
+    num_test = len(data.labels("test"))  # fails now rather than after pre-training
+
+    out = pretrain(config)
+    config = load_config(out)  # with what pre-training has settled
+    training = call("train", common.Training, config["train"])
+    accelerator = common.start(training)
+    console = make_console(accelerator.is_main_process)
+
+    console.print("\n[bold]Linear probe[/bold]")
+    rows = call(
+        "probe", probe, config["probe"], out, data, accelerator=accelerator, seed=training.seed, say=console.print
+    )
+    console.print("\n[bold]Fine-tuning with few labels[/bold]")
+    rows += call(
+        "finetune",
+        finetune,
+        config["finetune"],
+        out,
+        data,
+        training=few,
+        optim=config["optim"],
+        schedule=config["schedule"],
+        accelerator=accelerator,
+        show=True,
+    )
+    if accelerator.is_main_process:
+        write_results(out, rows)
+        console.print()
+        console.print(results_table(rows, num_test=num_test))
+        page = write_run_report(out, rows, config)
+        console.print(f"\n{clock(time.monotonic() - began)} in all. Open {page}; everything else is in {out}/")
+    return out
+
+
+if __name__ == "__main__":
+    common.main("quickstart", quickstart)
