@@ -4,10 +4,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from mpp.eval.subsets import hold_out
-from sklearn.neighbors import KNeighborsClassifier
+from sklearn.neighbors import NearestNeighbors
 from torch import Tensor
 
+from mpp.eval.subsets import hold_out
 from mpp.targets import MeanColour
 
 NEIGHBOURS = (1, 3, 5, 10, 20)
@@ -52,15 +52,21 @@ def nearest_neighbours(
     """
     fitted, held = hold_out(train_labels, held_out, seed)
     usable = [k for k in neighbours if k <= len(fitted)] or [1]
-    scores = [
-        KNeighborsClassifier(k).fit(train[fitted], train_labels[fitted]).score(train[held], train_labels[held])
-        for k in usable
-    ]
+    votes = _neighbours(train[fitted], train_labels[fitted], train[held], max(usable))
+    scores = [float((_majority(votes[:, :k]) == train_labels[held]).mean()) for k in usable]
     k = usable[int(np.argmax(scores))]
-    accuracy = KNeighborsClassifier(k).fit(train, train_labels).score(test, test_labels)
-    return {"accuracy": float(accuracy), "k": k}
+    predicted = _majority(_neighbours(train, train_labels, test, k))
+    return {"accuracy": float((predicted == test_labels).mean()), "k": k}
 
 
-def to_numpy(features: Tensor) -> np.ndarray:
-    """float32 array of a tensor on any device."""
-    return features.detach().to("cpu", torch.float32).numpy()
+def _neighbours(train: np.ndarray, labels: np.ndarray, queries: np.ndarray, k: int) -> np.ndarray:
+    """Labels of the k nearest training images of each query, nearest first: int (m, k)."""
+    index = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(train).kneighbors(queries, return_distance=False)
+    return labels[index]
+
+
+def _majority(votes: np.ndarray) -> np.ndarray:
+    """The commonest label of each row, the smaller one at a tie (as in scikit-learn): int (m, k) -> (m,)."""
+    counts = np.zeros((len(votes), votes.max() + 1), dtype=np.int64)
+    np.add.at(counts, (np.arange(len(votes))[:, None], votes), 1)
+    return counts.argmax(1)

@@ -37,14 +37,15 @@ def compute(
     # Every process has as many batches as the others; the last ones are filled up with the last sample and cut below.
     padded = torch.arange(-(-n // (batch_size * world)) * batch_size * world).clamp(max=n - 1)
     mine = list(padded.view(-1, world, batch_size)[:, rank])
-    training = module.training
+    modes = [(part, part.training) for part in module.modules()]
     module.to(device).eval()
     parts = []
     for batch in read_batches(images, mine, workers=workers, pin=device.type == "cuda"):
         with accelerator.autocast():
             out = function(batch["image"].to(device, non_blocking=True)).float()
         parts.append(accelerator.gather(out).cpu())
-    module.train(training)
+    for part, training in modes:
+        part.training = training
     return torch.cat(parts)[:n]
 
 

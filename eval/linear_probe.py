@@ -3,18 +3,19 @@
 import warnings
 
 import numpy as np
-from mpp.eval.subsets import hold_out
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-STRENGTHS = (0.001, 0.01, 0.1, 1.0, 10.0, 100.0)
+from mpp.eval.subsets import hold_out
+
+STRENGTHS = (0.01, 0.1, 1.0, 10.0, 100.0)
 
 
 def classifier(strength: float) -> Pipeline:
     """Standardised features, then multinomial logistic regression with l2 penalty 1 / (2 C), C = `strength`."""
-    return make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000))
+    return make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=300))
 
 
 def linear_probe(

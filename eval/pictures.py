@@ -1,6 +1,6 @@
 """Pictures for people: what a model sees and predicts, its loss, and the results.
 
-All are drawn on `matplotlib.figure.Figure`, never through pyplot, so nothing here changes the state of whoever calls it.
+All are drawn on `matplotlib.figure.Figure`, never through pyplot, so that nothing touches the state of the caller.
 """
 
 import math
@@ -20,17 +20,17 @@ from mpp.corruption import DONOR, KEPT, MASK
 from mpp.masking import take
 from mpp.objectives.mpp import MaskedPatchPrediction, to_pixels
 
-DPI = 120
+DPI = 128  # a power of two, so that inches become whole pixels again
 INK, FAINT, RULE = "#222222", "#6b6b6b", "#e4e4e4"
 # "mpp" has the one strong colour; its controls are quiet, yet differ in lightness.
 ACCENT = "#0072b2"
-QUIET = ("#b9bfc6", "#8a929b", "#d9c9a3", "#a8bfa4", "#5d646c", "#cfb3ad")
+QUIET = ("#b9bfc6", "#949ca5", "#d9c9a3", "#a8bfa4", "#cfb3ad", "#c5bbd3")
 
 # ---------------------------------------------------------------------------------------------------- the panel
 
 TILE = 160  # about the side of an image in the panel, in pixels of the picture
-PITCH = 164  # of the columns at least, for the headings' sake
-GAP, MARGIN, HEADER, FOOTER = 8, 10, 46, 40
+PITCH = 168  # of the columns at least, for the headings' sake
+GAP, MARGIN, HEADER, FOOTER, SAMPLE = 8, 10, 48, 40, 20
 # Flat grey alone could be taken for a grey image; stripes cannot.
 STRIPES = (0.56, 0.64)
 # They differ in lightness as well as in hue, and are seldom the colours of a photograph.
@@ -42,7 +42,7 @@ HEADINGS = (
     ("true colours", "of the corrupted patches"),
     ("predicted colours", "of the corrupted patches"),
 )
-LEGEND = ((MASK, "[mask]"), (DONOR, "replaced by another patch"), (KEPT, "kept as it is"))
+LEGEND = ((MASK, "hidden by [mask]"), (DONOR, "replaced by another patch"), (KEPT, "unchanged, yet predicted"))
 
 
 def prediction_panel(objective: MaskedPatchPrediction, images: Tensor, keys: Tensor, path: Path) -> Path:
@@ -61,23 +61,22 @@ def prediction_panel(objective: MaskedPatchPrediction, images: Tensor, keys: Ten
     """
     columns = _panel_columns(objective, images, keys)
     sheet = _tile(columns)
-    height, width = sheet.shape[0] + HEADER + FOOTER, sheet.shape[1] + MARGIN
-    page = np.ones((height, width, 3))
-    page[HEADER:-FOOTER, MARGIN:] = sheet
     # The page is made pixel by pixel, because axes would resample it; only text is put on top.
+    page = np.pad(sheet, ((HEADER, FOOTER), (MARGIN, 0), (0, 0)), constant_values=1.0)
+    height, width = page.shape[:2]
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
-    cell = 18
-    x = MARGIN
-    for kind, name in LEGEND:
-        swatch = torch.full((1, 1, cell, cell, 3), 0.88)
-        page[-FOOTER + 12 : -FOOTER + 12 + cell, x : x + cell] = _mark(swatch, torch.tensor([[kind]]))[0, 0].numpy()
-        text = figure.text((x + cell + 6) / width, (FOOTER - 12 - cell / 2) / height, name, size=7.5, color=INK)
-        text.set_verticalalignment("center_baseline")
-        x += int(text.get_window_extent().width) + cell + 24
     for i, (heading, below) in enumerate(HEADINGS):
-        x = MARGIN + i * sheet.shape[1] // len(HEADINGS)
-        figure.text(x / width, 1 - 22 / height, heading, size=9.5, color=INK, weight="bold")
-        figure.text(x / width, 1 - 38 / height, below, size=7, color=FAINT)
+        x = (MARGIN + i * sheet.shape[1] // len(HEADINGS)) / width
+        figure.text(x, 1 - 24 / height, heading, size=9, color=INK, weight="bold")
+        figure.text(x, 1 - 40 / height, below, size=6.5, color=FAINT)
+    left, top = MARGIN, height - FOOTER + 10
+    for kind, name in LEGEND:
+        sample = torch.full((1, 1, SAMPLE, SAMPLE, 3), 0.88)
+        page[top : top + SAMPLE, left : left + SAMPLE] = _mark(sample, torch.tensor([[kind]]))[0, 0].numpy()
+        left += SAMPLE + 6
+        y = 1 - (top + SAMPLE / 2) / height
+        text = figure.text(left / width, y, name, size=7.5, color=INK, va="center_baseline")
+        left += math.ceil(text.get_window_extent().width) + 20
     figure.figimage(page, origin="upper")
     figure.savefig(path, format="png", dpi=DPI)
     return path
@@ -178,7 +177,7 @@ def loss_curve(metrics: Sequence[dict[str, Any]], path: Path, *, title: str = ""
     """Draw the loss over steps, beside the loss of a guess that knows the labels' distribution and no image.
 
     Args:
-        metrics: rows of metrics.jsonl with `step` and `loss`, and maybe `label_entropy`. What is not finite is left out.
+        metrics: rows of metrics.jsonl: `step`, `loss` and maybe `label_entropy`; what is not finite is left out.
         path: of the PNG to write.
         title: above the picture.
     """
@@ -187,21 +186,12 @@ def loss_curve(metrics: Sequence[dict[str, Any]], path: Path, *, title: str = ""
     entropy = _finite(metrics[-1].get("label_entropy")) if metrics else math.nan
     figure, axes = _chart(6.4, 3.4, title)
     axes.plot(steps, losses, color=ACCENT, linewidth=1.8, marker="o" if len(steps) <= 20 else "", markersize=4)
-    for step, loss in list(zip(steps, losses, strict=True))[-1:]:
-        if math.isfinite(loss):
-            axes.annotate(f" {loss:.2f}", (step, loss), color=ACCENT, weight="bold", size=8.5, va="center")
+    if len(losses) and math.isfinite(losses[-1]):
+        _beside(axes, f"{losses[-1]:.2f}", (steps[-1], losses[-1]), (5, 0), va="center", color=ACCENT, weight="bold")
     if math.isfinite(entropy):
         axes.axhline(entropy, color=INK, linewidth=1, linestyle=(0, (5, 3)))
-        axes.annotate(
-            f"entropy of the labels, {entropy:.2f}: the best constant guess",
-            (1, entropy),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(-2, 4),
-            textcoords="offset points",
-            ha="right",
-            size=8.5,
-            color=INK,
-        )
+        words = f"entropy of the labels, {entropy:.2f}: the best constant guess"
+        _beside(axes, words, (1, entropy), (-2, 4), ha="right", xycoords=axes.get_yaxis_transform())
     shown = [value for value in (*losses, entropy) if math.isfinite(value)]
     axes.set_ylim(0, 1.1 * max(shown, default=1.0) or 1.0)
     axes.set_xlim(0, 1.06 * max(steps, default=1.0))
@@ -270,6 +260,13 @@ def _chart(width: float, height: float, title: str = "") -> tuple[Figure, Axes]:
 def _write(axes: Axes, x: float, y: float, text: str, *, color: str = INK, **style: Any) -> None:
     """Text at data coordinates, inside the axes or out."""
     axes.text(x, y, text, va="center_baseline", size=8.5, color=color, parse_math=False, **style)
+
+
+def _beside(
+    axes: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], *, color: str = INK, **style: Any
+) -> None:
+    """Text beside a point, `offset` typographic points away."""
+    axes.annotate(text, point, offset, textcoords="offset points", size=8.5, color=color, parse_math=False, **style)
 
 
 def _save(figure: Figure, path: Path) -> Path:

@@ -16,7 +16,6 @@ import hydra
 import torch
 from accelerate import Accelerator
 from hydra.errors import HydraException
-from mpp.recipes.display import Display
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from timm.optim import create_optimizer_v2
@@ -28,6 +27,7 @@ from mpp.data.sources import Data, load_data
 from mpp.encoder import Encoder
 from mpp.errors import LocalError, UserError
 from mpp.randomness import fold
+from mpp.recipes.display import Display
 from mpp.train import Run, fit, learning_rate
 from mpp.train.run import flatten, load_config
 from mpp.weights import describe

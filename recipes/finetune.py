@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
-from mpp.eval.features import compute
-from mpp.eval.results import Row, make_row, write_results
-from mpp.eval.subsets import draw_labels, shuffled
-from mpp.recipes import common
-from mpp.recipes.common import Config, Training, call
-from mpp.recipes.display import Display, banner, make_console, results_table
 
 from mpp.data.loader import Images, default_workers
 from mpp.data.sources import Data
 from mpp.errors import UserError
+from mpp.eval.features import compute
+from mpp.eval.results import Row, make_row, write_results
+from mpp.eval.subsets import draw_labels, shuffled
 from mpp.objectives.supervised import Supervised
+from mpp.recipes import common
+from mpp.recipes.common import Config, Training, call
+from mpp.recipes.display import Display, banner, make_console, results_table
 from mpp.train import Run
 from mpp.weights import EXPORT, build_encoder, describe, export_encoder, load_encoder
 

@@ -3,28 +3,32 @@
 accelerate launch recipes/linear_probe.py from=runs/a data=folder data.path=DIR
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate import Accelerator
-from mpp.eval.baselines import colour_histogram, nearest_neighbours, raw_pixels
-from mpp.eval.features import compute, extract
-from mpp.eval.linear_probe import linear_probe
-from mpp.eval.results import Row, make_row, write_results
-from mpp.eval.subsets import draw_labels
-from mpp.recipes import common
-from mpp.recipes.common import Config, call
-from mpp.recipes.display import banner, make_console, results_table
-from torch import nn
+from torch import Tensor, nn
 
 from mpp.data.loader import Images, default_workers
 from mpp.data.sources import Data
 from mpp.encoder import Encoder
+from mpp.eval.baselines import colour_histogram, nearest_neighbours, raw_pixels
+from mpp.eval.features import compute
+from mpp.eval.linear_probe import linear_probe
+from mpp.eval.results import Row, make_row, write_results
+from mpp.eval.subsets import draw_labels
+from mpp.objectives.mpp import to_pixels
+from mpp.recipes import common
+from mpp.recipes.common import Config, call
+from mpp.recipes.display import banner, make_console, results_table
 from mpp.train import Run
 from mpp.weights import build_encoder, describe, load_encoder
+
+Function = Callable[[Tensor], Tensor]
+Features = tuple[Callable[[np.ndarray], np.ndarray], np.ndarray]  # of drawn training images, and of all test images
+Classifier = Callable[..., dict[str, float]]
 
 
 def recipe(config: Config) -> list[Row]:
@@ -79,8 +83,8 @@ def probe(
 ) -> list[Row]:
     """Rows of the linear probe and its controls.
 
-    The encoder runs once over the training and the test images, without augmentation; all numbers of labels and all
-    seeds use the cached features. A seed draws the labelled images and the held-out fifth of them on which the
+    The encoder runs once over the images that are needed, without augmentation; all numbers of labels and all seeds use
+    the cached features. A seed draws the labelled images and the held-out fifth of them on which the
     regularisation is chosen, and the initial weights of the untrained control.
 
     Args:
@@ -100,53 +104,57 @@ def probe(
     """
     say = say or (lambda _: None)
     train_labels, test_labels = data.labels("train"), data.labels("test")
-    for per_class in labels:
-        draw_labels(train_labels, per_class, seed)  # fails before the work, not after
+    range_of_seeds = range(seed, seed + seeds)
+    draws = {(per_class, s): draw_labels(train_labels, per_class, s) for per_class in labels for s in range_of_seeds}
     pool = common.pool_of(source, pool)
     encoder = load_encoder(source, size=common.pair(size))
     common.check_channels(encoder, data)
-    if workers is None:
-        workers = default_workers(on_cpu=accelerator.device.type == "cpu")
     transform = data.transform(encoder.size).evaluation()
-    splits = [Images(part, transform, channels=encoder.channels) for part in (data.train, data.test)]
-    how = {"accelerator": accelerator, "batch_size": batch_size, "workers": workers}
+    how = {
+        "accelerator": accelerator,
+        "batch_size": batch_size,
+        "workers": default_workers(on_cpu=accelerator.device.type == "cpu") if workers is None else workers,
+    }
 
-    def features(network: Encoder) -> tuple[np.ndarray, np.ndarray]:
-        train, test = (extract(network, part, pool=pool, **how).numpy() for part in splits)
-        return train, test
+    def cache(function: Function, module: nn.Module, of_seeds: Iterable[int]) -> Features:
+        """One pass over the test images and over all training images that some draw of these seeds holds."""
+        used = np.unique(np.concatenate([draws[per_class, s] for per_class in labels for s in of_seeds]))
+        train = data.train if len(used) == len(train_labels) else data.train.select(used)
+        parts = (Images(part, transform, channels=encoder.channels) for part in (train, data.test))
+        train_features, test_features = (compute(function, module, part, **how).numpy() for part in parts)
+        return lambda drawn: train_features[np.searchsorted(used, drawn)], test_features
 
-    def plain(function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-        train, test = (compute(function, nn.Identity(), part, **how).numpy() for part in splits)
-        return train, test
+    def frozen(network: Encoder, of_seeds: Iterable[int]) -> Features:
+        return cache(lambda images: network(to_pixels(images)).pool(pool), network, of_seeds)
 
-    say(f"features: {pool} of {encoder.name}, {len(train_labels):,} + {len(test_labels):,} images")
-    init = common.init_name(source)
-    sets: list[tuple[str, str, Callable[[int], tuple[np.ndarray, np.ndarray]], Callable[..., dict[str, float]]]] = []
-    cached = features(encoder)
-    sets.append(("linear_probe", init, lambda _: cached, linear_probe))
+    def untrained(s: int) -> Features:
+        common.seed_weights(s, "untrained")
+        return frozen(build_encoder(source, size=encoder.size), [s])
+
+    say(f"features: {pool} of {encoder.name}, {len(test_labels):,} test images")
+    cached = frozen(encoder, range_of_seeds)
+    kinds: list[tuple[str, str, Classifier, list[Features]]] = [
+        ("linear_probe", common.init_name(source), linear_probe, [cached] * seeds)
+    ]
     if controls:
-        untrained = []
-        for s in range(seed, seed + seeds):
-            common.seed_weights(s, "untrained")
-            network = build_encoder(source, size=encoder.size)
-            untrained.append(features(network))
-        pixels, histogram = plain(raw_pixels), plain(colour_histogram)
-        sets.append(("linear_probe", "untrained", lambda s: untrained[s - seed], linear_probe))
-        sets.append(("baseline", "raw_knn", lambda _: pixels, nearest_neighbours))
-        sets.append(("baseline", "histogram", lambda _: histogram, linear_probe))
+        pixels = cache(raw_pixels, nn.Identity(), range_of_seeds)
+        histogram = cache(colour_histogram, nn.Identity(), range_of_seeds)
+        kinds += [
+            ("linear_probe", "untrained", linear_probe, [untrained(s) for s in range_of_seeds]),
+            ("baseline", "raw_knn", nearest_neighbours, [pixels] * seeds),
+            ("baseline", "histogram", linear_probe, [histogram] * seeds),
+        ]
 
     rows: list[Row] = []
     for per_class in labels:
-        for protocol, name, feature, classify in sets:
-            values, choices = [], []
-            for s in range(seed, seed + seeds):
-                train, test = feature(s)
-                drawn = draw_labels(train_labels, per_class, s)
-                result = classify(train[drawn], train_labels[drawn], test, test_labels, seed=s)
-                values.append(result.pop("accuracy"))
-                (what, value), *_ = result.items()
-                choices.append(f"{value:g}")
-            chosen = f"{what} {', '.join(dict.fromkeys(choices))}"
+        for protocol, name, classify, features in kinds:
+            results = []
+            for s, (train_features, test_features) in zip(range_of_seeds, features, strict=True):
+                drawn = draws[per_class, s]
+                results.append(classify(train_features(drawn), train_labels[drawn], test_features, test_labels, seed=s))
+            what = next(key for key in results[0] if key != "accuracy")
+            chosen = f"{what} {', '.join(dict.fromkeys(f'{result[what]:g}' for result in results))}"
+            values = [result["accuracy"] for result in results]
             rows.append(make_row(protocol, name, values, labels=per_class, chosen=chosen))
             say(f"{protocol}, {name}, {common.labels_words(per_class)}: {rows[-1]['mean']:.3f}")
     return rows

@@ -8,24 +8,25 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from mpp.eval.pictures import loss_curve, prediction_panel, results_bars
-from mpp.eval.report import write_report
-from mpp.eval.results import Row
-from mpp.recipes import common
-from mpp.recipes.common import Config, call
-from mpp.recipes.display import Display, banner, make_console
 from torch import nn
 
 from mpp.data.loader import Images
 from mpp.data.sources import Data
 from mpp.encoder import Encoder
 from mpp.errors import UserError
+from mpp.eval.pictures import loss_curve, prediction_panel, results_bars
+from mpp.eval.report import write_report
+from mpp.eval.results import Row
 from mpp.objectives.mpp import MaskedPatchPrediction
 from mpp.objectives.supervised import Supervised
+from mpp.recipes import common
+from mpp.recipes.common import Config, call
+from mpp.recipes.display import Display, banner, make_console
 from mpp.train import Run
-from mpp.train.run import environment, flatten, to_yaml
+from mpp.train.run import flatten, to_yaml
 from mpp.weights import EXPORT, export_encoder
 
 PICTURES = (
@@ -179,16 +180,32 @@ def finish(objective: nn.Module, encoder: Encoder, run: Run, data: Data, console
 
 
 def panel(objective: MaskedPatchPrediction, data: Data, path: Path, *, rows: int = 8) -> None:
-    """Draw what the model predicts on images it was not trained on, where there are any: one of each class first."""
+    """Draw what the model predicts on images it was not trained on, where there are any: one of each class first.
+
+    Among the first images of a class it takes the first that is not nearly of one colour, whatever is predicted for it.
+    """
     source = data.test if data.test is not None else data.train
-    transform = data.transform(objective.encoder.size).evaluation()
-    images = Images(source, transform, channels=objective.encoder.channels)
-    batch = images[0, torch.arange(min(rows, len(source) // 2 * 2))]
-    if "error" not in batch and len(batch["image"]):
-        prediction_panel(objective, batch["image"], batch["key"], path)
+    images = Images(source, data.transform(objective.encoder.size).evaluation(), channels=objective.encoder.channels)
+    labels = np.asarray(source["label"]) if data.classes is not None else np.zeros(len(source), dtype=np.int64)
+    groups = [np.flatnonzero(labels == label)[:32] for label in np.unique(labels)]
+    chosen: list[int] = []
+    for group in groups * rows:
+        left = [int(i) for i in group if i not in chosen]
+        if left and len(chosen) < rows:
+            chosen.append(next((i for i in left if _colours(objective, images, i) >= 8), left[0]))
+    batch = images[0, torch.tensor(chosen[: len(chosen) // 2 * 2], dtype=torch.int64)]
+    if "error" in batch:
+        raise UserError(batch["error"])
+    prediction_panel(objective, batch["image"], batch["key"], path)
 
 
-def write_run_report(out: Path, results: list[Row], config: Config) -> Path:
+def _colours(objective: MaskedPatchPrediction, images: Images, index: int) -> int:
+    """How many colours the patches of an image have, as far as labels tell; 0 if it cannot be read."""
+    batch = images[0, torch.tensor([index])]
+    return 0 if "error" in batch else len(objective.target.labels(batch["image"], objective.encoder.patch).unique())
+
+
+def write_run_report(out: Path, results: list[Row], config: Config, *, chance: float | None = None) -> Path:
     """Write report.html from what lies in a run folder (main process)."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     last = rows[-1] if rows else {}
@@ -205,7 +222,7 @@ def write_run_report(out: Path, results: list[Row], config: Config) -> Path:
         facts["images a second"] = f"{statistics.median(row['images_per_second'] for row in rows):,.0f} (median)"
     pictures = []
     if results:
-        results_bars(results, out / "pictures" / "results.png")
+        results_bars(results, out / "pictures" / "results.png", chance=chance)
     for name, caption in PICTURES:
         if (out / "pictures" / name).is_file():
             pictures.append((out / "pictures" / name, caption))
@@ -218,7 +235,7 @@ def write_run_report(out: Path, results: list[Row], config: Config) -> Path:
         pictures=pictures,
         facts=facts,
         config_yaml=to_yaml(config),
-        environment=environment(),
+        environment=json.loads((out / "environment.json").read_text()),
     )
 
 

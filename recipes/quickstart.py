@@ -6,6 +6,7 @@ make quickstart        or        accelerate launch recipes/quickstart.py
 import time
 from pathlib import Path
 
+from mpp.errors import UserError
 from mpp.eval.results import write_results
 from mpp.recipes import common
 from mpp.recipes.common import Config, call
@@ -13,8 +14,6 @@ from mpp.recipes.display import clock, make_console, results_table
 from mpp.recipes.finetune import finetune
 from mpp.recipes.linear_probe import probe
 from mpp.recipes.pretrain import pretrain, write_run_report
-
-from mpp.errors import UserError
 from mpp.train.run import load_config
 
 
@@ -56,7 +55,7 @@ def quickstart(config: Config) -> Path:
         write_results(out, rows)
         console.print()
         console.print(results_table(rows, num_test=num_test))
-        page = write_run_report(out, rows, config)
+        page = write_run_report(out, rows, config, chance=1 / len(data.classes or (0,)))
         console.print(f"\n{clock(time.monotonic() - began)} in all. Open {page}; everything else is in {out}/")
     return out
 

@@ -40,6 +40,6 @@ def one_thread() -> None:
 
 @pytest.fixture
 def encoder() -> Encoder:
-    """32 x 32 pixels, 64 patches of 4 x 4, width 128, two layers; in evaluation mode it has no dropout to switch off."""
+    """32 x 32 pixels, 64 patches of 4 x 4, two layers."""
     torch.manual_seed(0)
     return Encoder("vit_micro_patch4_32", depth=2)

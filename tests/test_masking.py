@@ -19,7 +19,16 @@ def keys(count: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("n", "ratio", "count"),
-    [(196, 0.5, 98), (196, 0.15, 29), (64, 0.5, 32), (5, 0.5, 3), (7, 0.5, 4), (1, 0.01, 1), (9, 1.0, 9), (10, 0.04, 1)],
+    [
+        (196, 0.5, 98),
+        (196, 0.15, 29),
+        (64, 0.5, 32),
+        (5, 0.5, 3),
+        (7, 0.5, 4),
+        (1, 0.01, 1),
+        (9, 1.0, 9),
+        (10, 0.04, 1),
+    ],
 )
 def test_num_masked(n: int, ratio: float, count: int):
     assert num_masked(n, ratio) == count
@@ -56,7 +65,9 @@ def test_every_position_is_masked_equally_often():
     chi2 = float(((often - draws * share) ** 2).sum()) / (draws * share * (1 - share)) * (n - 1) / n
     assert 1e-4 < stats.chi2.sf(chi2, n - 1) < 1 - 1e-4
     grid = often.view(14, 14)
-    assert all(abs(float(corner) / draws - 0.5) < 0.03 for corner in (grid[0, 0], grid[0, -1], grid[-1, 0], grid[-1, -1]))
+    assert all(
+        abs(float(corner) / draws - 0.5) < 0.03 for corner in (grid[0, 0], grid[0, -1], grid[-1, 0], grid[-1, -1])
+    )
 
 
 def test_every_subset_is_equally_likely():

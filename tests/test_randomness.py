@@ -59,14 +59,32 @@ def test_golden_values():
     assert purpose_key("mask") == 7463349060561501561
     assert fold(0, "order", 1) == 8738808791662154773
     assert fold(-1, 2**70) == 6755974106381971767
-    assert bits(torch.tensor([1, -1]), "mask", 2).tolist() == [[1991255944268031897, -3256630704199822342], [7363239024818501843, 1515198651373762808]]
-    assert uniform(torch.tensor([7]), "kind", 3)[0].tolist() == [0.656039834022522, 0.7683168053627014, 0.19143688678741455]
+    assert bits(torch.tensor([1, -1]), "mask", 2).tolist() == [
+        [1991255944268031897, -3256630704199822342],
+        [7363239024818501843, 1515198651373762808],
+    ]
+    assert uniform(torch.tensor([7]), "kind", 3)[0].tolist() == [
+        0.656039834022522,
+        0.7683168053627014,
+        0.19143688678741455,
+    ]
     assert integers(torch.tensor([7]), "donor", 5, 196)[0].tolist() == [184, 24, 89, 57, 47]
     assert Permutation(10, fold(3, "order", 0))(torch.arange(10)).tolist() == [7, 1, 5, 8, 0, 4, 6, 3, 2, 9]
 
 
 def test_fold_depends_on_the_order_and_on_every_part():
-    keys = [fold(), fold(0), fold(0, 0), fold(1, 2), fold(2, 1), fold("a", 1), fold(1, "a"), fold("1"), fold(1), fold(-1)]
+    keys = [
+        fold(),
+        fold(0),
+        fold(0, 0),
+        fold(1, 2),
+        fold(2, 1),
+        fold("a", 1),
+        fold(1, "a"),
+        fold("1"),
+        fold(1),
+        fold(-1),
+    ]
     assert len(set(keys)) == len(keys)
     assert all(-(2**63) <= key < 2**63 for key in keys)
 

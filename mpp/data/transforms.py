@@ -49,7 +49,7 @@ class Transform:
         return replace(self, train=False)
 
     def draw(self, keys: Tensor) -> list[list[float]]:
-        """The random numbers of a batch of keys int64 (B,): one for the flip and forty for the crop, if there is one."""
+        """The random numbers of a batch of keys int64 (B,): one for the flip, and forty for a crop."""
         return uniform(keys, "crop", 1 if self.crop_scale is None else 41).tolist()
 
     def __call__(self, image: Tensor, draws: list[float]) -> Tensor:
