@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from sklearn.neighbors import NearestNeighbors
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
+from mpp.eval.linear_probe import threads_for
 from mpp.eval.subsets import hold_out
 from mpp.targets import MeanColour
 
@@ -51,17 +53,20 @@ def nearest_neighbours(
         "accuracy" on the test images and the chosen "k".
     """
     fitted, held = hold_out(train_labels, held_out, seed)
-    usable = [k for k in neighbours if k <= len(fitted)] or [1]
-    votes = _neighbours(train[fitted], train_labels[fitted], train[held], max(usable))
-    scores = [float((_majority(votes[:, :k]) == train_labels[held]).mean()) for k in usable]
-    k = usable[int(np.argmax(scores))]
+    k = 1  # where a single label a class leaves nothing to choose on
+    if len(held):
+        usable = [k for k in neighbours if k <= len(fitted)] or [1]
+        votes = _neighbours(train[fitted], train_labels[fitted], train[held], max(usable))
+        scores = [float((_majority(votes[:, :k]) == train_labels[held]).mean()) for k in usable]
+        k = usable[int(np.argmax(scores))]
     predicted = _majority(_neighbours(train, train_labels, test, k))
     return {"accuracy": float((predicted == test_labels).mean()), "k": k}
 
 
 def _neighbours(train: np.ndarray, labels: np.ndarray, queries: np.ndarray, k: int) -> np.ndarray:
     """Labels of the k nearest training images of each query, nearest first: int (m, k)."""
-    index = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(train).kneighbors(queries, return_distance=False)
+    with threadpool_limits(limits=threads_for(train)):
+        index = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(train).kneighbors(queries, return_distance=False)
     return labels[index]
 
 

@@ -29,7 +29,7 @@ def draw_labels(labels: np.ndarray, per_class: int | None, seed: int) -> np.ndar
 
 def hold_out(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split indices into the part to fit and the part to choose on: `share` of each class, at least one image of any
-    class that has two."""
+    class that has two; a class of one image is only fitted."""
     fitted, held = [], []
     for members in shuffled(labels, seed, "hold out"):
         count = min(len(members) - 1, max(1, round(share * len(members))))

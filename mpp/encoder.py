@@ -79,7 +79,7 @@ class Encoder(nn.Module):
         self._timm_kwargs = {
             key: value
             for key, value in timm_kwargs.items()
-            if key not in ("global_pool", "fc_norm", "num_classes", "img_size")
+            if key not in ("global_pool", "fc_norm", "num_classes", "img_size", "pretrained")
         }
         self._check_size()
         own = self.vit.pretrained_cfg or {}
@@ -196,29 +196,57 @@ class Encoder(nn.Module):
     def _check_size(self) -> None:
         projection = self.vit.patch_embed
         ratio = projection.feature_ratio if isinstance(projection, HybridEmbed) else (1, 1)
-        tall, wide = projection.patch_size[0] * ratio[0], projection.patch_size[1] * ratio[1]
-        height, width = self.size
-        if height % tall or width % wide:
-            near = max(tall, round(height / tall) * tall), max(wide, round(width / wide) * wide)
-            raise UserError(
-                f"image size {height} x {width} is not divisible by the patch {tall} x {wide} of {self.name}; "
-                f"use a multiple, for example {near[0]} x {near[1]}"
-            )
+        patch = projection.patch_size[0] * ratio[0], projection.patch_size[1] * ratio[1]
+        _check_divisible(self.name, self.size, patch)
+
+
+def _check_divisible(name: str, size: tuple[int, int], patch: tuple[int, int]) -> None:
+    """Raises UserError unless the patch divides the image."""
+    if size[0] % patch[0] or size[1] % patch[1]:
+        near = [max(p, round(s / p) * p) for s, p in zip(size, patch, strict=True)]
+        raise UserError(
+            f"image size {size[0]} x {size[1]} is not divisible by the patch {patch[0]} x {patch[1]} of {name}; "
+            f"use a multiple, for example {near[0]} x {near[1]}"
+        )
 
 
 def _create(name: str, channels: int, kwargs: dict[str, Any]) -> VisionTransformer:
     if not timm.is_model(name.split(".")[0]):
         near = difflib.get_close_matches(name, timm.list_models(), n=3)
         raise UserError(f"encoder.name={name} is not a timm model" + (f"; near: {', '.join(near)}" if near else ""))
+    size = kwargs.get("img_size")
+    if size is not None and min(size) < 1:
+        raise UserError(f"the image size must be positive, got {size[0]} x {size[1]}")
+    for refused, why in (
+        ("dynamic_img_size", "sizes are fixed; set the size"),
+        ("patch_drop_rate", "it would break the order of the patches"),
+    ):
+        if kwargs.get(refused):
+            raise UserError(f"encoder.{refused} cannot be used: {why}")
     try:
         vit = timm.create_model(name, in_chans=channels, **kwargs)
-    except TypeError as error:
-        raise UserError(f"encoder.name={name} does not take these arguments: {error}") from error
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        raise UserError(_why_not(name, size, error)) from error
     if not isinstance(vit, VisionTransformer):
-        raise UserError(
-            f"encoder.name={name} is a {type(vit).__name__}, not timm's VisionTransformer; "
-            "take one that `timm.list_models('vit_*')` names"
-        )
-    if not isinstance(vit.patch_drop, nn.Identity):
-        raise UserError("patch_drop_rate would break the order of the patches; leave it out")
+        raise UserError(_not_a_vit(name, vit))
     return vit
+
+
+def _why_not(name: str, size: tuple[int, int] | None, error: Exception) -> str:
+    """Why timm could not build a model, in words; looks at the model with its own arguments to tell."""
+    if isinstance(error, RuntimeError):  # timm's own, about names and weights, are for people
+        return f"encoder.name={name}: {error}"
+    plain = timm.create_model(name)
+    if not isinstance(plain, VisionTransformer):
+        return _not_a_vit(name, plain)
+    if size is not None and isinstance(projection := plain.patch_embed, HybridEmbed):
+        ratio, patch = projection.feature_ratio, projection.patch_size
+        _check_divisible(name, size, (patch[0] * ratio[0], patch[1] * ratio[1]))
+    return f"encoder.name={name} does not take these arguments: {error or type(error).__name__}"
+
+
+def _not_a_vit(name: str, model: nn.Module) -> str:
+    return (
+        f"encoder.name={name} is a {type(model).__name__}, not timm's VisionTransformer; "
+        "take one that `timm.list_models('vit_*')` names"
+    )

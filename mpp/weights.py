@@ -63,12 +63,12 @@ def describe(path: str | Path) -> dict[str, Any]:
     folder = find_export(path)
     try:
         description = json.loads((folder / "config.json").read_text())
-        arguments = description["mpp"]
+        arguments = dict(description["mpp"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"from={path}: {folder / 'config.json'} is not the description of an exported encoder"
         ) from error
-    return {**description, "mpp": dict(arguments)}
+    return {**description, "mpp": arguments}
 
 
 def build_encoder(path: str | Path, *, size: tuple[int, int] | None = None) -> Encoder:

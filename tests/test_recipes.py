@@ -262,3 +262,12 @@ def test_constraints_hold_versions_and_nothing_else() -> None:
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!_-]+( ; [^/]+)?", line), line
     assert not (ROOT / "uv.lock").exists()
+
+
+def test_names_in_docs_exist() -> None:
+    """docs/paper.md names files and definitions; each is there."""
+    named = re.findall(r"`((?:mpp|eval|recipes|tests)/[\w/.]+)(?:: (\w+))?`", (ROOT / "docs" / "paper.md").read_text())
+    assert len(named) > 10
+    for file, name in named:
+        text = (ROOT / file).read_text()
+        assert not name or re.search(rf"(def|class) {name}\b", text), f"{file}: {name}"

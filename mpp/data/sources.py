@@ -17,7 +17,9 @@ from typing import Any
 import datasets
 import numpy as np
 import PIL.Image
+import pyarrow as pa
 import torch
+from PIL.ImageOps import exif_transpose
 
 from mpp.data.transforms import Transform
 from mpp.errors import UserError
@@ -74,11 +76,11 @@ class Data:
         Raises:
             UserError: there are none.
         """
-        source = self.train if split == "train" else self.test
-        if self.classes is None or source is None:
+        source, where = (self.train, "") if split == "train" else (self.test, " to test on")
+        if self.classes is None or source is None or "label" not in source.column_names:
             raise UserError(
-                f"data {self.name} has no labels, which this recipe needs; sort the images into one folder a class, "
-                "or name the column with data.label_column="
+                f"data {self.name} has no labels{where}, which this recipe needs; sort the images into one folder a "
+                "class, or name the column with data.label_column="
             )
         return np.asarray(source["label"], dtype=np.int64)
 
@@ -136,39 +138,46 @@ def decode(image: dict[str, Any], channels: int) -> np.ndarray:
     Raises:
         UserError: the file cannot be read as an image; names it.
     """
-    name = image["path"] or "an image without a name"
+    with _open(image) as file:
+        try:
+            file.load()
+            return _to_uint8(exif_transpose(file), channels)
+        except DAMAGE as error:
+            raise _unreadable(image, error) from error
+
+
+DAMAGE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    PIL.Image.DecompressionBombError,
+    PIL.Image.DecompressionBombWarning,
+)
+
+
+def _open(image: dict[str, Any]) -> PIL.Image.Image:
+    """The header of an image; its pixels are read later."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
             warnings.simplefilter("ignore", UserWarning)  # of odd but harmless metadata
-            with PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]) as file:
-                file.load()
-                return _to_uint8(_upright(file), channels)
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        EOFError,
-        struct.error,
-        PIL.Image.DecompressionBombError,
-        PIL.Image.DecompressionBombWarning,
-    ) as error:
-        raise UserError(
-            f"cannot read {name} as an image ({type(error).__name__}: {error}); repair or remove it"
-        ) from error
+            return PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"])
+    except DAMAGE as error:
+        raise _unreadable(image, error) from error
 
 
-def _upright(file: PIL.Image.Image) -> PIL.Image.Image:
-    from PIL.ImageOps import exif_transpose
-
-    return exif_transpose(file)
+def _unreadable(image: dict[str, Any], error: Exception) -> UserError:
+    name = image["path"] or "an image without a name"
+    return UserError(f"cannot read {name} as an image ({type(error).__name__}: {error}); repair or remove it")
 
 
 def _to_uint8(file: PIL.Image.Image, channels: int) -> np.ndarray:
     if file.mode.startswith("I;16") or file.mode in ("I", "F"):
-        # PIL would clip at 255. 16-bit files keep their high byte; "I" is what 16-bit PNGs become in some versions.
+        # PIL would clip at 255. 16-bit files keep their high byte, floats are taken for [0, 1] if they lie there.
         wide = np.asarray(file, dtype=np.float64)
-        peak = 65535 if wide.max() > 255 else 255
+        peak = 65535.0 if file.mode != "F" else 255.0 if wide.max() > 1 else 1.0
         file = PIL.Image.fromarray((wide.clip(0, peak) * (255 / peak)).astype(np.uint8))
     if file.mode == "P":
         file = file.convert("RGBA" if "transparency" in file.info else "RGB")
@@ -185,8 +194,7 @@ def encode(array: np.ndarray) -> bytes:
 def _find_channels(source: datasets.Dataset, looked_at: int = 32) -> int:
     """1 if all of the first images are grey, else 3."""
     for row in source.select(range(min(looked_at, len(source)))):
-        image = row["image"]
-        with PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]) as file:
+        with _open(row["image"]) as file:
             if file.mode not in ("1", "L", "LA", "I", "F") and not file.mode.startswith("I;16"):
                 return 3
     return 1
@@ -289,40 +297,48 @@ def _folder(path: str) -> Data:
         paths, labels, classes = _scan(splits["train"])
         train, test, note = _from_paths(paths, labels, classes), None, ""
         if splits["test"] is not None:
-            test_paths, test_labels, test_classes = _scan(splits["test"])
-            if classes is not None and test_classes is not None:
-                if unknown := sorted(set(test_classes) - set(classes)):
-                    raise UserError(
-                        f"{splits['test']} has classes that {splits['train']} lacks: {', '.join(unknown[:5])}"
-                    )
-                test_labels = [classes.index(test_classes[label]) for label in test_labels or []]
-            test = _from_paths(test_paths, test_labels if classes is not None else None, classes)
+            test_paths, test_labels, test_classes = _scan(splits["test"], classes)
+            test = _from_paths(test_paths, test_labels, test_classes)
             note = f"train: {splits['train']}, test: {splits['test']}"
         elif classes is not None:
             train, test, note = _hold_out(paths, labels, classes, f"no test/ folder in {path}")
     return Data(root.name, train, test, classes, channels=_find_channels(train), note=note)
 
 
-def _scan(root: Path) -> tuple[list[str], list[int] | None, tuple[str, ...] | None]:
+def _scan(
+    root: Path, known: tuple[str, ...] | None = None
+) -> tuple[list[str], list[int] | None, tuple[str, ...] | None]:
     """All image files below a folder in a fixed order, and labels if every file lies in a class folder.
 
     Labels are the names of the folders directly below `root`; there are none if an image lies in `root` itself or if
-    there is only one such folder.
+    there is only one such folder, unless it is one of the `known` classes.
+
+    Returns:
+        Paths, labels and the names that labels stand for: `known` if given.
+
+    Raises:
+        UserError: no images, or classes that are not known.
     """
     suffixes = PIL.Image.registered_extensions()
-    found = []
+    found, seen = [], set()
     for folder, below, files in os.walk(root, followlinks=True):
-        below[:] = sorted(name for name in below if not name.startswith("."))
         here = Path(folder)
+        if here.resolve() in seen:  # a link back up
+            below.clear()
+            continue
+        seen.add(here.resolve())
+        below[:] = sorted(name for name in below if not name.startswith("."))
         found += [here / f for f in sorted(files) if not f.startswith(".") and Path(f).suffix.lower() in suffixes]
     if not found:
-        raise UserError(f"no images found in {root} (looked for {', '.join(sorted(list(suffixes))[:6])} and others)")
+        raise UserError(f"no images found in {root} (looked for .jpg, .png, .webp, .tif and what else Pillow reads)")
     parts = [file.relative_to(root).parts for file in found]
-    names = sorted({part[0] for part in parts}) if all(len(part) > 1 for part in parts) else []
-    if len(names) < 2:
+    names = tuple(sorted({part[0] for part in parts})) if all(len(part) > 1 for part in parts) else ()
+    if len(names) < 2 and not set(names) & set(known or ()):
         return [str(file) for file in found], None, None
-    number = {name: i for i, name in enumerate(names)}
-    return [str(file) for file in found], [number[part[0]] for part in parts], tuple(names)
+    if known is not None and (unknown := sorted(set(names) - set(known))):
+        raise UserError(f"{root} has classes that the training folder lacks: {', '.join(unknown[:5])}")
+    number = {name: i for i, name in enumerate(known or names)}
+    return [str(file) for file in found], [number[part[0]] for part in parts], known or names
 
 
 def _hold_out(
@@ -412,7 +428,10 @@ def _standardise(
 ) -> datasets.Dataset:
     """Columns `image`, undecoded, and `label`, int64."""
     columns = {image: "image"} | ({label: "label"} if label is not None else {})
-    source = source.select_columns(list(columns)).cast_column(image, datasets.Image(decode=False))
+    try:
+        source = source.select_columns(list(columns)).cast_column(image, datasets.Image(decode=False))
+    except (TypeError, ValueError, pa.ArrowException) as error:
+        raise UserError(f"data.image_column={image} holds no images but {source.features[image]}") from error
     source = source.rename_columns({old: new for old, new in columns.items() if old != new})
     if label is None or classes is None:
         return source

@@ -40,7 +40,9 @@ def save_checkpoint(
     try:
         save_file(_on_cpu(model.state_dict()), beside / "model.safetensors")
         save_file(_on_cpu(_moments(model, optimizer)), beside / "optimizer.safetensors")
-        (beside / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
+        counters = [_counters(group) for group in optimizer.param_groups]
+        description = {"step": step, "optimizer_groups": counters, **state}
+        (beside / "state.json").write_text(json.dumps(description, indent=2) + "\n")
         for path in (*beside.iterdir(), beside):
             _flush(path)
         if final.exists():
@@ -74,6 +76,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         model.load_state_dict(load_file(path / "model.safetensors"))
         if optimizer is not None:
             _set_moments(model, optimizer, load_file(path / "optimizer.safetensors"))
+            for group, counters in zip(optimizer.param_groups, state["optimizer_groups"], strict=True):
+                group.update({name: torch.tensor(count) for name, count in counters.items()})
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
@@ -84,6 +88,11 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _counters(group: dict[str, Any]) -> dict[str, float]:
+    """What an optimizer counts for a whole group (timm's LAMB its steps); settings come from the configuration."""
+    return {"step": float(group["step"])} if "step" in group else {}
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

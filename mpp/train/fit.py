@@ -97,6 +97,8 @@ def fit(
         done = step + 1
         saving = run is not None and (done == steps or (save_every is not None and done % save_every == 0))
         if saving or done == steps or done % log_every == 0:
+            if saving:  # a finite loss may have led to weights that are not
+                window.check(objective, done)
             row = window.close(accelerator, done, steps, images=plan.batch_size)
             if (bad := row.pop("first_bad_step")) >= 0:
                 kept = (
@@ -105,8 +107,8 @@ def fit(
                     else "nothing was saved"
                 )
                 raise UserError(
-                    f"the loss is not finite since step {int(bad)}; {kept}. Try a lower optim.lr, train.clip=1, or "
-                    "train.precision=bf16 in place of fp16"
+                    f"loss or weights are not finite since step {int(bad)}; {kept}. Try a lower optim.lr, "
+                    "train.clip=1, or train.precision=bf16 in place of fp16"
                 )
             row |= {"lr": lr, **(extra or {})}
             if run is not None:
@@ -142,8 +144,15 @@ class _Window:
             self.sums[name] = self.sums.get(name, torch.zeros((), device=self.device)) + value * share
             self.counts[name] = self.counts.get(name, 0.0) + share
         if "loss" in values:
-            bad = ~torch.isfinite(values["loss"].detach()) & (self.first_bad < 0)
-            self.first_bad = torch.where(bad, torch.full_like(self.first_bad, step), self.first_bad)
+            self._note(~torch.isfinite(values["loss"].detach()), step)
+
+    def check(self, model: nn.Module, step: int) -> None:
+        """Note the step as bad if any parameter is not finite."""
+        norm = torch.stack(torch._foreach_norm([p.detach() for p in model.parameters()])).sum()
+        self._note(~torch.isfinite(norm), step)
+
+    def _note(self, bad: Tensor, step: int) -> None:
+        self.first_bad = torch.where(bad & (self.first_bad < 0), torch.full_like(self.first_bad, step), self.first_bad)
 
     def close(self, accelerator: Accelerator, done: int, steps: int, *, images: int) -> dict[str, Any]:
         names = sorted(self.sums)
