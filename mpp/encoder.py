@@ -236,7 +236,8 @@ def _why_not(name: str, size: tuple[int, int] | None, error: Exception) -> str:
     """Why timm could not build a model, in words; looks at the model with its own arguments to tell."""
     if isinstance(error, RuntimeError):  # timm's own, about names and weights, are for people
         return f"encoder.name={name}: {error}"
-    plain = timm.create_model(name)
+    with torch.device("meta"):
+        plain = timm.create_model(name)
     if not isinstance(plain, VisionTransformer):
         return _not_a_vit(name, plain)
     if size is not None and isinstance(projection := plain.patch_embed, HybridEmbed):

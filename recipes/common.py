@@ -373,6 +373,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """timm's `create_optimizer_v2`: biases, norms, positions and tokens do not decay. `momentum` is plain SGD with
     momentum 0.9, as in the paper (timm's `sgd` is Nesterov's)."""
+    if opt.startswith("lookahead"):
+        raise UserError(f"optim.opt={opt}: lookahead keeps an optimizer of its own, which checkpoints cannot hold")
     also = {} if betas is None else {"betas": tuple(betas)}
     try:
         return create_optimizer_v2(objective, opt=opt, lr=lr, weight_decay=weight_decay, **also)

@@ -336,6 +336,14 @@ def test_exif_orientation_of_a_jpeg(tmp_path: Path):
     assert out[:, -1].max() < 15
 
 
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+@pytest.mark.filterwarnings("error")
+def test_odd_metadata_is_ignored_without_a_word(tmp_path: Path, suffix: str):
+    """Photographs with broken EXIF are common (ImageNet has some); a warning for each would drown the output."""
+    broken = b"Exif\0\0II*\0\x08\0\0\0\x05\0"
+    assert np.abs(read(save(tmp_path / f"x.{suffix}", COLOUR, exif=broken)).astype(int) - [200, 100, 50]).max() <= 6
+
+
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "gif", "tiff", "bmp"])
 @pytest.mark.parametrize("damage", ["truncated", "text", "empty"])
 def test_damaged_files_are_named(tmp_path: Path, suffix: str, damage: str):

@@ -141,7 +141,7 @@ def test_an_unknown_optimizer_is_named():
 # ---------------------------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("opt", ["adamw", "momentum", "lamb"])
+@pytest.mark.parametrize("opt", ["adamw", "momentum", "lamb", "laprop"])
 def test_a_checkpoint_restores_model_and_optimizer_bit_for_bit(tmp_path: Path, images: Images, opt: str):
     """What is restored also goes on as if it had never stopped."""
     objective = build()
@@ -401,3 +401,8 @@ def test_the_mask_token_and_positions_learn(images: Images):
     train(objective, images, 3)
     still = [name for name, parameter in objective.named_parameters() if torch.equal(parameter, before[name])]
     assert still == []
+
+
+def test_an_optimizer_inside_another_is_refused():
+    with pytest.raises(UserError, match="lookahead_adamw"):
+        make_optimizer(build(), opt="lookahead_adamw", lr=1e-3)

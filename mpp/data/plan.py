@@ -39,6 +39,9 @@ class Plan:
             raise UserError(
                 f"train.batch_size={batch_size} is larger than the data set of {num_samples} images; "
                 f"use at most {num_samples // (2 * pieces) * 2 * pieces}"
+                if num_samples >= 2 * pieces
+                else f"the data set has {num_samples} image(s); training needs at least {2 * pieces}, in pairs, for "
+                f"{world} process(es) x {accumulation} accumulation step(s)"
             )
         if batch_size % (2 * pieces):
             below, above = batch_size // (2 * pieces) * 2 * pieces, (batch_size // (2 * pieces) + 1) * 2 * pieces

@@ -77,6 +77,8 @@ class Data:
             UserError: there are none.
         """
         source, where = (self.train, "") if split == "train" else (self.test, " to test on")
+        if self.classes is not None and source is None:
+            raise UserError(f"data {self.name} has no test split, which this recipe needs, and too few images to make one")
         if self.classes is None or source is None or "label" not in source.column_names:
             raise UserError(
                 f"data {self.name} has no labels{where}, which this recipe needs; sort the images into one folder a "
@@ -138,7 +140,8 @@ def decode(image: dict[str, Any], channels: int) -> np.ndarray:
     Raises:
         UserError: the file cannot be read as an image; names it.
     """
-    with _open(image) as file:
+    with _open(image) as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of odd but harmless metadata
         try:
             file.load()
             return _to_uint8(exif_transpose(file), channels)
@@ -162,7 +165,7 @@ def _open(image: dict[str, Any]) -> PIL.Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
-            warnings.simplefilter("ignore", UserWarning)  # of odd but harmless metadata
+            warnings.simplefilter("ignore", UserWarning)
             return PIL.Image.open(io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"])
     except DAMAGE as error:
         raise _unreadable(image, error) from error

@@ -39,9 +39,12 @@ def save_checkpoint(
     beside.mkdir()
     try:
         save_file(_on_cpu(model.state_dict()), beside / "model.safetensors")
-        save_file(_on_cpu(_moments(model, optimizer)), beside / "optimizer.safetensors")
-        counters = [_counters(group) for group in optimizer.param_groups]
-        description = {"step": step, "optimizer_groups": counters, **state}
+        moments = _moments(model, optimizer)
+        tensors = {key: value for key, value in moments.items() if isinstance(value, Tensor)}
+        save_file(_on_cpu(tensors), beside / "optimizer.safetensors")
+        # What an optimizer keeps as Python numbers comes back as such: as float32 tensors they would be rounded.
+        numbers = {key: value for key, value in moments.items() if not isinstance(value, Tensor)}
+        description = {"step": step, "optimizer_numbers": numbers, **state}
         (beside / "state.json").write_text(json.dumps(description, indent=2) + "\n")
         for path in (*beside.iterdir(), beside):
             _flush(path)
@@ -75,9 +78,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         state = json.loads((path / "state.json").read_text())
         model.load_state_dict(load_file(path / "model.safetensors"))
         if optimizer is not None:
-            _set_moments(model, optimizer, load_file(path / "optimizer.safetensors"))
-            for group, counters in zip(optimizer.param_groups, state["optimizer_groups"], strict=True):
-                group.update({name: torch.tensor(count) for name, count in counters.items()})
+            saved = {**load_file(path / "optimizer.safetensors"), **state.pop("optimizer_numbers")}
+            _set_moments(model, optimizer, saved)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
@@ -90,32 +92,35 @@ def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _counters(group: dict[str, Any]) -> dict[str, float]:
-    """What an optimizer counts for a whole group (timm's LAMB its steps); settings come from the configuration."""
-    return {"step": float(group["step"])} if "step" in group else {}
-
-
-def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer remembers: "<parameter>|<moment>", and "<number of group>|step" where a group counts steps."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[parameter]}|{moment}": torch.as_tensor(value)
-        for parameter, moments in optimizer.state.items()
-        for moment, value in moments.items()
+    moments = {
+        f"{names[parameter]}|{moment}": value
+        for parameter, its_moments in optimizer.state.items()
+        for moment, value in its_moments.items()
     }
+    groups = {f"{i}|step": group["step"] for i, group in enumerate(optimizer.param_groups) if "step" in group}
+    return moments | groups
 
 
-def _set_moments(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Tensor]) -> None:
+def _set_moments(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Through `load_state_dict`, which moves every moment to its parameter's device and type."""
     number: dict[Tensor, int] = {}
     state = optimizer.state_dict()
     for group, numbered in zip(optimizer.param_groups, state["param_groups"], strict=True):
         number.update(zip(group["params"], numbered["params"], strict=True))
     by_name = dict(model.named_parameters())
-    moments: dict[int, dict[str, Tensor]] = {}
+    moments: dict[int, dict[str, Any]] = {}
     for key, value in saved.items():
         name, moment = key.rsplit("|", 1)
-        moments.setdefault(number[by_name[name]], {})[moment] = value
+        if name.isdecimal():
+            state["param_groups"][int(name)][moment] = value
+        else:
+            moments.setdefault(number[by_name[name]], {})[moment] = value
     optimizer.load_state_dict({**state, "state": moments})
+    if _moments(model, optimizer).keys() != saved.keys():
+        raise ValueError("this optimizer does not take back what it remembered")
 
 
 def _flush(path: Path) -> None:
