@@ -91,7 +91,8 @@ def test_pretrain_probe_and_finetune_on_a_folder(
     assert (row["protocol"], row["init"], row["labels"], row["seeds"], row["std"]) == ("finetune", "mpp", None, 1, None)
     assert load_file(tmp_path / "tuned" / "encoder" / "model.safetensors")["pos_embed"].shape == (1, 10, 192)
     # the fine-tuned encoder is itself something to start from
-    assert call("linear_probe", f"from={tmp_path / 'tuned'}", "probe.seeds=1", f"out={tmp_path / 'again'}", "probe.controls=false", monkeypatch=monkeypatch) == 0  # fmt: skip
+    again = [f"from={tmp_path / 'tuned'}", "probe.seeds=1", "probe.controls=false", f"out={tmp_path / 'again'}"]
+    assert call("linear_probe", *again, monkeypatch=monkeypatch) == 0
     assert json.loads((tmp_path / "again" / "results.json").read_text())[0]["init"] == "supervised"
     assert "error" not in capsys.readouterr().err
 
@@ -104,7 +105,8 @@ def test_supervised_pretraining(folder: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_digits_are_grey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert call("pretrain", "data=digits", "+encoder.depth=1", "train.steps=2", f"out={tmp_path}", monkeypatch=monkeypatch) == 0  # fmt: skip
+    overrides = ["data=digits", "+encoder.depth=1", "train.steps=2", f"out={tmp_path}"]
+    assert call("pretrain", *overrides, monkeypatch=monkeypatch) == 0
     assert load_file(tmp_path / "encoder" / "model.safetensors")["patch_embed.proj.weight"].shape == (96, 1, 2, 2)
 
 
@@ -116,7 +118,8 @@ def test_accumulation_and_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, extra in {"plain": [], "accumulated": ["train.accumulation=2"], "bf16": ["train.precision=bf16"]}.items():
         AcceleratorState._reset_state(reset_partial_state=True)
         out = tmp_path / name
-        assert call("pretrain", *TINY, "train.steps=6", "train.log_every=1", *extra, f"out={out}", monkeypatch=monkeypatch) == 0  # fmt: skip
+        overrides = [*TINY, "train.steps=6", "train.log_every=1", *extra, f"out={out}"]
+        assert call("pretrain", *overrides, monkeypatch=monkeypatch) == 0
         losses[name] = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     AcceleratorState._reset_state(reset_partial_state=True)
     assert losses["accumulated"] == pytest.approx(losses["plain"], abs=1e-5)
@@ -182,7 +185,7 @@ def test_the_same_command_again_has_nothing_to_do(
         ("linear_probe", ["from={tmp}/fine", "data=photos", "probe.pool=max"], "pool must be cls or mean"),
         ("finetune", ["from={tmp}/fine", "data=folder", "data.path={tmp}/flat"], "has no labels"),
         ("finetune", ["from={tmp}/fine", "data=photos", "finetune.size=30"], "not divisible by the patch"),
-        ("finetune", ["from={tmp}/fine", "data=photos", "finetune.rates=[0.1,0.2]", "finetune.held_out=10"], "held_out=10"),
+        ("finetune", ["from={tmp}/fine", "data=photos", "finetune.rates=[1.0,2.0]"], "held_out=25"),
         ("quickstart", ["objective=supervised"], "the quickstart shows masked patch prediction"),
     ],
 )  # fmt: skip

@@ -78,7 +78,7 @@ class Data:
         """
         source, where = (self.train, "") if split == "train" else (self.test, " to test on")
         if self.classes is not None and source is None:
-            raise UserError(f"data {self.name} has no test split, which this recipe needs, and too few images to make one")
+            raise UserError(f"data {self.name} has no test split, which this recipe needs, and too few images for one")
         if self.classes is None or source is None or "label" not in source.column_names:
             raise UserError(
                 f"data {self.name} has no labels{where}, which this recipe needs; sort the images into one folder a "
