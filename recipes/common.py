@@ -41,17 +41,23 @@ Config = dict[str, Any]
 def main(config_name: str, recipe: Callable[[Config], object]) -> None:
     """Run a recipe under hydra; what a user can put right is printed as one line, with exit code 2."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # so that hydra raises, and the line is ours
+    met: list[UserError] = []
 
     @hydra.main(version_base="1.3", config_path="pkg://mpp.recipes.conf", config_name=config_name)
     def entry(config: DictConfig) -> None:
-        recipe(to_dict(config))
+        try:
+            recipe(to_dict(config))
+        except UserError as error:  # caught here, since hydra would print a line of its own
+            met.append(error)
+        except OmegaConfBaseException as error:
+            met.append(UserError(_explain(error, config_name)))
 
     try:
         entry()
-    except UserError as error:
-        _stop(str(error), every_rank=isinstance(error, LocalError))
     except (HydraException, OmegaConfBaseException) as error:
         _stop(_explain(error, config_name))
+    if met:
+        _stop(str(met[0]), every_rank=isinstance(met[0], LocalError))
 
 
 def _stop(message: str, *, every_rank: bool = False) -> typing.NoReturn:

@@ -179,7 +179,7 @@ def test_quickstart_on_two_processes(tmp_path: Path) -> None:
 
 
 def test_processes_that_do_not_see_each_other_are_refused(tmp_path: Path) -> None:
-    done = run(sys.executable, "recipes/pretrain.py", *TINY, f"out={tmp_path}", WORLD_SIZE="2", ACCELERATE_USE_CPU="")
+    done = run(sys.executable, "recipes/pretrain.py", *TINY, f"out={tmp_path}", WORLD_SIZE="2", ACCELERATE_USE_CPU="false")
     assert done.returncode == 2
     assert "the launcher started 2 processes" in done.stderr
     assert "Traceback" not in done.stderr
