@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mpp.encoder import Encoder
+from mpp.errors import UserError
 from mpp.recipes import common, finetune, linear_probe, pretrain, quickstart
 from mpp.weights import export_encoder
 
@@ -228,6 +229,14 @@ def wrong_things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     del tensors["norm.bias"]
     save_file({**tensors, "decoder.weight": torch.zeros(2)}, root / "misfit" / "model.safetensors")
     return root
+
+
+def test_processes_that_do_not_see_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate's state says one process, the launcher two: both would write to the same folder."""
+    assert common.start(common.Training()).num_processes == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="the launcher started 2 processes, but accelerate sees 1"):
+        common.start(common.Training())
 
 
 def commands(*files: str) -> list[tuple[str, list[str]]]:
