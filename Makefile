@@ -20,7 +20,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@# mypy does not follow setuptools' package-dir: give it the packages where an installed wheel has them.
-	@mkdir -p build/typed/mpp && ln -sfn ../../../eval build/typed/mpp/eval && ln -sfn ../../../recipes build/typed/mpp/recipes
+	@rm -rf build/typed && mkdir -p build/typed/mpp && ln -sfn ../../../eval build/typed/mpp/eval && ln -sfn ../../../recipes build/typed/mpp/recipes
 	@for part in mpp/*; do ln -sfn ../../../$$part build/typed/$$part; done
 	MYPYPATH=build/typed $(BIN)/mypy -p mpp
 

@@ -18,7 +18,8 @@ from mpp.eval.results import Row, make_row, write_results
 from mpp.eval.subsets import draw_labels, shuffled
 from mpp.objectives.supervised import Supervised
 from mpp.recipes import common
-from mpp.recipes.common import Config, Training, call
+from mpp.recipes.common import Training
+from mpp.recipes.configuration import Config, call, main
 from mpp.recipes.display import Display, banner, make_console, results_table
 from mpp.train import Run
 from mpp.weights import EXPORT, build_encoder, describe, export_encoder, load_encoder
@@ -31,7 +32,7 @@ def recipe(config: Config) -> list[Row]:
     description = describe(source)
     data, config["data"] = common.open_data(config["data"], run=source)
     config["out"] = config["out"] or common.default_out("finetune", Path(source).name, data.name)
-    accelerator = common.start(training, Path(config["out"]))
+    accelerator = common.start(training, Path(config["out"]), config)
     run = Run(config["out"], config, main=accelerator.is_main_process)
     console = make_console(accelerator.is_main_process)
     banner(
@@ -54,6 +55,8 @@ def recipe(config: Config) -> list[Row]:
         run=run,
         show=True,
     )
+    for tracker in accelerator.trackers:
+        tracker.finish()
     if accelerator.is_main_process:
         write_results(run.out, rows)
         console.print(results_table(rows, num_test=len(data.labels("test"))))
@@ -213,4 +216,4 @@ def held_out_part(labels: np.ndarray, per_class: int, seed: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    common.main("finetune", recipe)
+    main("finetune", recipe)

@@ -21,7 +21,7 @@ from mpp.eval.results import Row, make_row, write_results
 from mpp.eval.subsets import draw_labels
 from mpp.objectives.mpp import to_pixels
 from mpp.recipes import common
-from mpp.recipes.common import Config, call
+from mpp.recipes.configuration import Config, call, main
 from mpp.recipes.display import banner, make_console, results_table
 from mpp.train import Run
 from mpp.weights import build_encoder, describe, load_encoder
@@ -161,4 +161,4 @@ def probe(
 
 
 if __name__ == "__main__":
-    common.main("linear_probe", recipe)
+    main("linear_probe", recipe)

@@ -23,10 +23,10 @@ from mpp.eval.results import Row
 from mpp.objectives.mpp import MaskedPatchPrediction
 from mpp.objectives.supervised import Supervised
 from mpp.recipes import common
-from mpp.recipes.common import Config, call
+from mpp.recipes.configuration import Config, call, main
 from mpp.recipes.display import Display, banner, make_console
 from mpp.train import Run
-from mpp.train.run import flatten, to_yaml
+from mpp.train.run import to_yaml
 from mpp.weights import EXPORT, export_encoder
 
 PICTURES = (
@@ -58,10 +58,8 @@ def pretrain(config: Config) -> Path:
     )
     out = Path(config["out"])
 
-    accelerator = common.start(training, out)
+    accelerator = common.start(training, out, config)
     run = Run(out, config, main=accelerator.is_main_process)
-    if training.tracker is not None:
-        accelerator.init_trackers(out.name, config={key: str(value) for key, value in flatten(config).items()})
     images = Images(data.train, data.transform(encoder.size), channels=encoder.channels, seed=training.seed)
     extra = label_entropy(objective, images)
     console = make_console(accelerator.is_main_process)
@@ -93,8 +91,8 @@ def pretrain(config: Config) -> Path:
     if accelerator.is_main_process:
         finish(objective, encoder, run, data, console)
     accelerator.wait_for_everyone()
-    if training.tracker is not None:
-        accelerator.end_training()
+    for tracker in accelerator.trackers:
+        tracker.finish()
     return out
 
 
@@ -240,4 +238,4 @@ def write_run_report(out: Path, results: list[Row], config: Config, *, chance: f
 
 
 if __name__ == "__main__":
-    common.main("pretrain", pretrain)
+    main("pretrain", pretrain)

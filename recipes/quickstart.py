@@ -9,7 +9,7 @@ from pathlib import Path
 from mpp.errors import UserError
 from mpp.eval.results import write_results
 from mpp.recipes import common
-from mpp.recipes.common import Config, call
+from mpp.recipes.configuration import Config, call, main
 from mpp.recipes.display import clock, make_console, results_table
 from mpp.recipes.finetune import finetune
 from mpp.recipes.linear_probe import probe
@@ -61,4 +61,4 @@ def quickstart(config: Config) -> Path:
 
 
 if __name__ == "__main__":
-    common.main("quickstart", quickstart)
+    main("quickstart", quickstart)

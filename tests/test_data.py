@@ -17,8 +17,9 @@ from sklearn.datasets import load_digits
 
 from mpp import UserError
 from mpp.data import Loader, Plan, Transform, load_data, read_batches
+from mpp.data.decoding import decode
 from mpp.data.loader import Images
-from mpp.data.sources import PHOTOS, Data, decode
+from mpp.data.sources import PHOTOS, Data
 from mpp.errors import LocalError
 from mpp.randomness import fold
 

@@ -12,10 +12,11 @@ import PIL.Image
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mpp.encoder import Encoder
 from mpp.errors import UserError
-from mpp.recipes import common, finetune, linear_probe, pretrain, quickstart
+from mpp.recipes import common, configuration, finetune, linear_probe, pretrain, quickstart
 from mpp.weights import export_encoder
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +34,7 @@ def call(name: str, *overrides: str, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *overrides])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     try:
-        common.main(name, RECIPES[name])
+        configuration.main(name, RECIPES[name])
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0
@@ -130,7 +131,10 @@ def test_accumulation_and_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_tracker_gets_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call("pretrain", *TINY, "train.tracker=tensorboard", f"out={tmp_path}", monkeypatch=monkeypatch) == 0
-    assert list(tmp_path.rglob("events.out.tfevents.*")), "tensorboard wrote no event file"
+    files = [EventAccumulator(str(path)).Reload() for path in tmp_path.rglob("events.out.tfevents.*")]
+    (events,) = [file for file in files if "loss" in file.Tags()["scalars"]]  # another holds the configuration
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(2, pytest.approx(row["loss"]))]
 
 
 def test_the_same_command_again_has_nothing_to_do(

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from mpp.data.decoding import decode
 from mpp.data.plan import Plan
-from mpp.data.sources import decode
 from mpp.data.transforms import Transform, to_tensor
 from mpp.errors import LocalError, UserError
 from mpp.randomness import fold, fold_each
@@ -117,8 +116,3 @@ def default_workers(*, on_cpu: bool) -> int:
     if on_cpu:
         return 0
     return max(1, min(16, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def labels_of(source: datasets.Dataset) -> np.ndarray:
-    """int64 (n,) labels of a source that has them."""
-    return np.asarray(source["label"], dtype=np.int64)

@@ -44,7 +44,7 @@ def fit(
         optimizer: over the objective's parameters; groups may carry `lr_scale`.
         steps: optimizer steps in all, those of a restored checkpoint included.
         rate: learning rate of a step.
-        accelerator: device, precision, processes.
+        accelerator: device, precision, processes, and trackers, which get every row.
         seed: dropout and the like are drawn from (seed, step, process, micro-batch).
         clip: largest global norm of the gradient; None leaves it.
         log_every: steps between reports.
@@ -113,6 +113,7 @@ def fit(
             row |= {"lr": lr, **(extra or {})}
             if run is not None:
                 run.log(row)
+            accelerator.log(row, step=done)
             if report is not None and accelerator.is_main_process:
                 report(row)
         if saving and run is not None:
