@@ -34,7 +34,7 @@ PICTURES = (
     ("loss.png", "The loss, and the entropy of the labels: below it, the model has learned from the context."),
     ("results.png", "Accuracy on the test split, each beside its controls."),
 )
-LABELLED_IMAGES = 2048  # whose labels give the entropy that a loss is compared with
+LABELLED_PATCHES = 131072  # whose labels give the entropy that a loss is compared with
 
 
 def pretrain(config: Config) -> Path:
@@ -111,7 +111,7 @@ def build_objective(encoder: Encoder, data: Data, *, name: str, **arguments: Any
 
 
 def label_entropy(objective: nn.Module, images: Images) -> dict[str, float]:
-    """{"label_entropy": nats} of masked patch prediction on the first training crops; {} for other objectives.
+    """{"label_entropy": nats} of masked patch prediction, measured on crops of the training images; else {}.
 
     It is the loss of the best constant guess: a loss below it has learned from the context.
 
@@ -120,7 +120,8 @@ def label_entropy(objective: nn.Module, images: Images) -> dict[str, float]:
     """
     if not isinstance(objective, MaskedPatchPrediction):
         return {}
-    order = torch.linspace(0, len(images) - 1, min(LABELLED_IMAGES, len(images))).long()
+    count = min(LABELLED_PATCHES // objective.encoder.num_patches, len(images))
+    order = torch.linspace(0, len(images) - 1, max(1, count)).long()
     target, patch = objective.target, objective.encoder.patch
     labels = []
     for ids in order.split(64):
@@ -177,7 +178,7 @@ def finish(objective: nn.Module, encoder: Encoder, run: Run, data: Data, console
         console.print(f"pre-trained: loss {rows[-1]['loss']:.4f}; encoder in {run.out / EXPORT}", highlight=False)
 
 
-def panel(objective: MaskedPatchPrediction, data: Data, path: Path, *, rows: int = 8) -> None:
+def panel(objective: MaskedPatchPrediction, data: Data, path: Path, *, rows: int = 6) -> None:
     """Draw what the model predicts on images it was not trained on, where there are any: one of each class first.
 
     Among the first images of a class it takes the first that is not nearly of one colour, whatever is predicted for it.

@@ -56,7 +56,7 @@ class Run:
         if main:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
-                (self.out / "config.yaml").write_text(to_yaml(config))
+                replace_text(self.out / "config.yaml", to_yaml(config))
             except OSError as error:
                 raise UserError(f"out={self.out}: cannot write there ({error.strerror})") from error
             write_json(self.out / "environment.json", environment())
@@ -91,7 +91,7 @@ class Run:
         if self.main and self._metrics.is_file():
             # Lines after the checkpoint belong to steps that will be done again.
             lines = [line for line in self._metrics.read_text().splitlines() if _step_of(line) <= step]
-            self._metrics.write_text("".join(line + "\n" for line in lines))
+            replace_text(self._metrics, "".join(line + "\n" for line in lines))
         return step
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: int = 2) -> None:
@@ -151,8 +151,13 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON for people, replacing the file in one step."""
+    replace_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one step: another process reads the old text or the new one, never a part."""
     beside = path.with_name(f".{path.name}")
-    beside.write_text(json.dumps(content, indent=2) + "\n")
+    beside.write_text(text)
     beside.replace(path)
 
 
