@@ -7,8 +7,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mpp.data.loader import Images, read_batches
-from mpp.encoder import Encoder
-from mpp.objectives.mpp import to_pixels
 
 
 @torch.inference_mode()
@@ -47,17 +45,3 @@ def compute(
     for part, training in modes:
         part.training = training
     return torch.cat(parts)[:n]
-
-
-def extract(
-    encoder: Encoder, images: Images, *, pool: str, accelerator: Accelerator, batch_size: int = 256, workers: int = 0
-) -> Tensor:
-    """Frozen features: float32 (n, D), the class token's output ("cls") or the mean of the patches ("mean")."""
-    return compute(
-        lambda batch: encoder(to_pixels(batch)).pool(pool),
-        encoder,
-        images,
-        accelerator=accelerator,
-        batch_size=batch_size,
-        workers=workers,
-    )

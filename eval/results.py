@@ -1,6 +1,5 @@
 """Rows of results: the one form in which every evaluation reports, and the file they go to."""
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,8 +40,3 @@ def write_results(out: Path, rows: list[Row]) -> Path:
     path = out / "results.json"
     write_json(path, rows)
     return path
-
-
-def read_results(out: Path) -> list[Row]:
-    """Rows of `out`/results.json."""
-    return list(json.loads((out / "results.json").read_text()))

@@ -45,6 +45,7 @@ def _mix_int(x: int) -> int:
     return x ^ (x >> 31)
 
 
+@torch.compiler.assume_constant_result
 def purpose_key(purpose: str) -> int:
     """A stable 64-bit number for the name of a purpose (blake2b), as a signed int64."""
     return _signed(int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "little"))

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from mpp.data.loader import Images, Loader, default_workers
+from mpp.data.loader import Images, Loader, default_workers, usable_cores
 from mpp.data.plan import Plan
 from mpp.data.sources import Data, load_data
 from mpp.encoder import Encoder
@@ -80,10 +80,20 @@ def start(training: Training, out: Path | None = None, config: Config | None = N
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
         mixed_precision=training.precision,
-        log_with=training.tracker,
+        log_with=training.tracker if out is not None else None,
         project_dir=str(out) if out is not None else None,
     )
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    on_cpu, world = accelerator.device.type == "cpu", int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU"):
+        raise UserError(
+            f"the launcher asks for {accelerator.distributed_type.value}, which checkpoints here cannot hold; "
+            "choose plain data parallelism in `accelerate config`"
+        )
+    if on_cpu and accelerator.mixed_precision == "fp16":
+        raise UserError("fp16 needs an accelerator; use train.precision=bf16 or no on the CPU")
+    if on_cpu and os.environ.get("OMP_NUM_THREADS") == "1" and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        # `accelerate launch` gives a process one thread unless told otherwise, which leaves the other cores idle.
+        torch.set_num_threads(max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if world != accelerator.num_processes:
         raise UserError(
             f"the launcher started {world} processes, but accelerate sees {accelerator.num_processes}; "
@@ -189,6 +199,13 @@ def pair(size: int | list[int] | tuple[int, ...] | None) -> tuple[int, int] | No
     return sides[0], sides[1]
 
 
+def check_counts(group: str, **counts: Sequence[float | None]) -> None:
+    """Raises UserError unless each list has entries and each entry is positive or None."""
+    for key, values in counts.items():
+        if not values or any(value is not None and value <= 0 for value in values):
+            raise UserError(f"{group}.{key} must be positive, got {values[0] if len(values) == 1 else list(values)}")
+
+
 def labels_words(per_class: int | None) -> str:
     """A number of labels, for people."""
     return "all labels" if per_class is None else f"{per_class} labels a class"
@@ -216,7 +233,7 @@ def train(
     run: Run | None = None,
     display: Display | None = None,
     extra: Config | None = None,
-) -> nn.Module:
+) -> None:
     """Train an objective by the configuration; `extra` joins every row of metrics."""
     plan = Plan(
         len(images),
@@ -230,7 +247,7 @@ def train(
     workers = default_workers(on_cpu=on_cpu) if training.workers is None else training.workers
     optimizer = call("optim", make_optimizer, optim, objective)
     rate = call("schedule", make_rate, schedule, base=optim["lr"], steps=steps)
-    return fit(
+    fit(
         objective,
         Loader(images, plan, workers=workers, pin=accelerator.device.type == "cuda"),
         optimizer,

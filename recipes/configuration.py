@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import hydra
+import torch
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -41,12 +42,14 @@ def main(config_name: str, recipe: Callable[[Config], object]) -> None:
         entry()
     except (HydraException, OmegaConfBaseException) as error:
         _stop(_explain(error, config_name))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     if met:
         _stop(str(met[0]), every_rank=isinstance(met[0], LocalError))
 
 
 def _stop(message: str, *, every_rank: bool = False) -> typing.NoReturn:
-    if every_rank or os.environ.get("RANK", "0") == "0":
+    if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
@@ -90,12 +93,13 @@ def call(group: str, function: Callable[..., Result], config: Config, *given: An
         UserError: a key that the callable does not take, or a value of another type; names it.
     """
     parameters = inspect.signature(function).parameters
+    taken = [*list(parameters)[: len(given)], *also]  # by the recipe
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
     arguments = {}
     for key, value in config.items():
-        if key not in parameters and not open_ended:
-            raise UserError(f"unknown key {group}.{key}{near(key, parameters)}")
+        if key in taken or (key not in parameters and not open_ended):
+            raise UserError(f"unknown key {group}.{key}{near(key, [name for name in parameters if name not in taken])}")
         hint = hints.get(key, Any) if key in parameters else Any
         value = tuple(value) if isinstance(value, list) and "tuple" in str(hint) else value
         if not _fits(value, hint):

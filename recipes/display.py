@@ -94,14 +94,16 @@ def banner(console: Console, title: str, **lines: Any) -> None:
 def results_table(rows: list[dict[str, Any]], *, num_test: int | None = None) -> Table:
     """The rows of results.json for people: one line for each protocol, number of labels and encoder."""
     title = (
-        "Accuracy on the test split" + (f" ({num_test:,} images)" if num_test else "") + ", mean ± standard deviation"
+        "Accuracy on the test split"
+        + (f" ({num_test:,} images)" if num_test else "")
+        + ", mean ± standard deviation over draws of labels"
     )
     table = Table(title=title, title_style="bold", title_justify="left")
     for heading in ("protocol", "labels a class", "encoder", "accuracy", "seeds", "chosen on held-out training images"):
         table.add_column(heading, justify="right" if heading in ("labels a class", "accuracy", "seeds") else "left")
     before = None
     for row in rows:
-        group = (row["protocol"], row["labels"])
+        group = (row["protocol"] == "finetune", row["labels"])
         if before is not None and group != before:
             table.add_section()
         before = group

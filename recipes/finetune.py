@@ -101,12 +101,14 @@ def finetune(
         controls: also train from scratch.
         pool: "cls" or "mean"; None: `common.pool_of`.
         size: image size, None for the encoder's own.
-        run: where to keep metrics, checkpoints and the encoder, if there is one single training.
+        run: where to keep metrics, checkpoints and the encoder if there is one single training; several, of some
+            number of labels, seeds, rates or arms, leave their results alone.
         show: whether to show progress.
 
     Raises:
         UserError: no labels or no test split, or fewer labelled images than asked for.
     """
+    common.check_counts("finetune", seeds=[seeds], labels=labels, held_out=[held_out], rates=rates or [1])
     train_labels = data.labels("train")
     data.labels("test")
     pool = common.pool_of(source, pool)
@@ -169,8 +171,8 @@ def finetune(
     if single:
         total = common.settle(training, len(free), is_small=common.small(data))[0]
     with Display("fine-tuning", total, main=accelerator.is_main_process and show) as display:
-        for arm in arms:
-            for per_class in labels:
+        for per_class in labels:
+            for arm in arms:
                 words = f"{arm}, {common.labels_words(per_class)}"
                 best: tuple[float, float, Supervised] | None = None
                 for lr in candidates:
@@ -178,8 +180,9 @@ def finetune(
                     score = accuracy(objective, data.train, held) if choose else 0.0
                     if best is None or score > best[0]:
                         best = score, lr, objective
-                    if choose:
-                        display.advance(f"{words}, learning rate {lr:g}: {score:.3f} on held-out training images")
+                    if not single:
+                        chosen_on = f", {score:.3f} on held-out training images" if choose else ""
+                        display.advance(f"{words}, learning rate {lr:g}{chosen_on}")
                 assert best is not None
                 _, lr, objective = best
                 values = [accuracy(objective, data.test)]

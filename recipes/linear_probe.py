@@ -103,6 +103,7 @@ def probe(
         UserError: no labels or no test split, or fewer labelled images than asked for.
     """
     say = say or (lambda _: None)
+    common.check_counts("probe", seeds=[seeds], labels=labels, batch_size=[batch_size])
     train_labels, test_labels = data.labels("train"), data.labels("test")
     range_of_seeds = range(seed, seed + seeds)
     draws = {(per_class, s): draw_labels(train_labels, per_class, s) for per_class in labels for s in range_of_seeds}

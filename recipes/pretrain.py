@@ -26,7 +26,7 @@ from mpp.recipes import common
 from mpp.recipes.configuration import Config, call, main
 from mpp.recipes.display import Display, banner, make_console
 from mpp.train import Run
-from mpp.train.run import to_yaml
+from mpp.train.run import read_metrics, to_yaml
 from mpp.weights import EXPORT, export_encoder
 
 PICTURES = (
@@ -52,14 +52,15 @@ def pretrain(config: Config) -> Path:
 
     steps, batch_size = common.settle(training, len(data.train), is_small=common.small(data))
     config["train"] |= {"steps": steps, "epochs": None, "batch_size": batch_size}
-    config["optim"]["lr"] = config["optim"]["lr"] or (2e-3 if common.small(data) else 5e-4 * batch_size / 512)
+    if config["optim"]["lr"] is None:
+        config["optim"]["lr"] = 2e-3 if common.small(data) else 5e-4 * batch_size / 512
     config["out"] = config["out"] or common.default_out(
         "pretrain", data.name, encoder.name, config["objective"]["name"] * (config["objective"]["name"] != "mpp")
     )
     out = Path(config["out"])
 
     accelerator = common.start(training, out, config)
-    run = Run(out, config, main=accelerator.is_main_process)
+    run = Run(out, config, main=accelerator.is_main_process, after=("probe", "finetune", "few"))
     images = Images(data.train, data.transform(encoder.size), channels=encoder.channels, seed=training.seed)
     extra = label_entropy(objective, images)
     console = make_console(accelerator.is_main_process)
@@ -169,7 +170,7 @@ def finish(objective: nn.Module, encoder: Encoder, run: Run, data: Data, console
     export_encoder(encoder, run.out / EXPORT, **about)
     pictures = run.out / "pictures"
     pictures.mkdir(exist_ok=True)
-    rows = run.metrics()
+    rows = read_metrics(run.out)
     loss_curve(rows, pictures / "loss.png", title=data.name)
     if isinstance(objective, MaskedPatchPrediction):
         panel(objective, data, pictures / "panel.png")
@@ -183,9 +184,9 @@ def panel(objective: MaskedPatchPrediction, data: Data, path: Path, *, rows: int
 
     Among the first images of a class it takes the first that is not nearly of one colour, whatever is predicted for it.
     """
-    source = data.test if data.test is not None else data.train
+    source = data.test if data.test is not None and len(data.test) > 1 else data.train
     images = Images(source, data.transform(objective.encoder.size).evaluation(), channels=objective.encoder.channels)
-    labels = np.asarray(source["label"]) if data.classes is not None else np.zeros(len(source), dtype=np.int64)
+    labels = np.asarray(source["label"]) if "label" in source.column_names else np.zeros(len(source), dtype=np.int64)
     groups = [np.flatnonzero(labels == label)[:32] for label in np.unique(labels)]
     chosen: list[int] = []
     for group in groups * rows:
@@ -206,7 +207,7 @@ def _colours(objective: MaskedPatchPrediction, images: Images, index: int) -> in
 
 def write_run_report(out: Path, results: list[Row], config: Config, *, chance: float | None = None) -> Path:
     """Write report.html from what lies in a run folder (main process)."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(out)
     last = rows[-1] if rows else {}
     facts = {
         "data": config["data"]["source"],

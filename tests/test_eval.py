@@ -1,5 +1,6 @@
 """Evaluations: choices on training data alone, balanced draws, controls against other libraries, features in order."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ from mpp import Encoder, UserError
 from mpp.data import Transform, load_data
 from mpp.data.loader import Images
 from mpp.eval.baselines import colour_histogram, nearest_neighbours, raw_pixels
-from mpp.eval.features import compute, extract
+from mpp.eval.features import compute
 from mpp.eval.linear_probe import STRENGTHS, classifier, linear_probe
-from mpp.eval.results import make_row, read_results, write_results
+from mpp.eval.results import make_row, write_results
 from mpp.eval.subsets import draw_labels, hold_out
 from mpp.objectives.mpp import to_pixels
 
@@ -167,7 +168,14 @@ def test_the_mode_is_evaluation_meanwhile_and_then_what_it_was(images: Images, t
     encoder.vit.norm.train(not training)  # every part is put back as it was
     accelerator = Accelerator(cpu=True)
     features = {
-        pool: extract(encoder, images, pool=pool, accelerator=accelerator, batch_size=64) for pool in ("cls", "mean")
+        pool: compute(
+            lambda batch, pool=pool: encoder(to_pixels(batch)).pool(pool),
+            encoder,
+            images,
+            accelerator=accelerator,
+            batch_size=64,
+        )
+        for pool in ("cls", "mean")
     }
     assert encoder.training is training
     assert encoder.vit.blocks[0].training is training
@@ -188,4 +196,4 @@ def test_rows_hold_mean_and_sample_deviation_and_come_back_from_disk(tmp_path: P
     ]
     assert (rows[0]["mean"], rows[0]["std"], rows[0]["seeds"]) == (0.7, 0.2, 3)
     assert (rows[1]["mean"], rows[1]["std"], rows[1]["labels"]) == (0.25, None, None)
-    assert read_results(write_results(tmp_path, rows).parent) == rows
+    assert json.loads(write_results(tmp_path, rows).read_text()) == rows

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mpp.data.loader import usable_cores
+
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 TINY = [
@@ -78,7 +80,8 @@ def test_a_killed_run_continues_to_the_same_weights(one_process: Path, tmp_path:
     out = tmp_path / "killed"
     # Plain python, with accumulation off and a checkpoint every fifth step, killed without warning after the first one.
     command = [sys.executable, "recipes/pretrain.py", *TINY, "train.save_every=5", f"out={out}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # As many threads as `accelerate launch` gave the run that it is compared with: they are part of the bits.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(usable_cores())}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 120
         while not list(out.glob("checkpoints/step-*")) and time.monotonic() < deadline:
@@ -89,7 +92,7 @@ def test_a_killed_run_continues_to_the_same_weights(one_process: Path, tmp_path:
     assert reached, "no checkpoint was written before the kill"
     if (out / "encoder").exists():
         pytest.skip("the run was over before it could be killed")
-    done = run(*command)
+    done = run(*command, OMP_NUM_THREADS=environment["OMP_NUM_THREADS"])
     assert done.returncode == 0, done.stderr
     assert "continued from step" in done.stdout
     name = "checkpoints/step-00000020"
@@ -110,20 +113,24 @@ from mpp.corruption import Corruption
 from mpp.data import Loader, Plan, load_data
 from mpp.data.loader import Images
 
-torch.set_num_threads(1)
-accelerator = Accelerator(cpu=True)
-assert accelerator.num_processes == int(sys.argv[1]), accelerator.num_processes
-data = load_data("photos", per_class=40, test_per_class=10, crop_scale=(0.3, 1.0))
-corruption = Corruption(8, 64)
-for workers in map(int, sys.argv[3].split(",")):
-    plan = Plan(len(data.train), 16, seed=3, rank=accelerator.process_index, world=accelerator.num_processes)
-    images = Images(data.train, data.transform((32, 32)), channels=3, seed=3)
-    seen = []
-    for batch in Loader(images, plan, workers=workers).batches(0, 25):
-        batch["masked"] = corruption.draw(batch["key"]).masked
-        seen.append(batch)
-    stacked = {name: torch.stack([batch[name] for batch in seen]) for name in seen[0]}
-    torch.save(stacked, f"{sys.argv[2]}-{workers}-{accelerator.process_index}.pt")
+def main():
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == int(sys.argv[1]), accelerator.num_processes
+    data = load_data("photos", per_class=40, test_per_class=10, crop_scale=(0.3, 1.0))
+    corruption = Corruption(8, 64)
+    for workers in map(int, sys.argv[3].split(",")):
+        plan = Plan(len(data.train), 16, seed=3, rank=accelerator.process_index, world=accelerator.num_processes)
+        images = Images(data.train, data.transform((32, 32)), channels=3, seed=3)
+        seen = []
+        for batch in Loader(images, plan, workers=workers).batches(0, 25):
+            batch["masked"] = corruption.draw(batch["key"]).masked
+            seen.append(batch)
+        stacked = {name: torch.stack([batch[name] for batch in seen]) for name in seen[0]}
+        torch.save(stacked, f"{sys.argv[2]}-{workers}-{accelerator.process_index}.pt")
+
+if __name__ == "__main__":  # workers of Python 3.14 import this file
+    main()
 """
 
 

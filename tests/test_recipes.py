@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hydra
@@ -11,6 +12,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -31,6 +33,7 @@ TINY = ["data.per_class=20", "data.test_per_class=5", "+encoder.depth=1", "train
 
 def call(name: str, *overrides: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """Start a recipe as `python recipes/NAME.py ...` would, in this process; returns its exit code."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process of its own would have a fresh one
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *overrides])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     try:
@@ -38,6 +41,13 @@ def call(name: str, *overrides: str, monkeypatch: pytest.MonkeyPatch) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    """Leave no precision behind for other tests."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +124,12 @@ def test_digits_are_grey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_accumulation_and_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accumulation gives the same step; bfloat16 runs, with finite losses of its own."""
-    from accelerate.state import AcceleratorState
-
     losses = {}
     for name, extra in {"plain": [], "accumulated": ["train.accumulation=2"], "bf16": ["train.precision=bf16"]}.items():
-        AcceleratorState._reset_state(reset_partial_state=True)
         out = tmp_path / name
         overrides = [*TINY, "train.steps=6", "train.log_every=1", *extra, f"out={out}"]
         assert call("pretrain", *overrides, monkeypatch=monkeypatch) == 0
         losses[name] = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    AcceleratorState._reset_state(reset_partial_state=True)
     assert losses["accumulated"] == pytest.approx(losses["plain"], abs=1e-5)
     assert losses["bf16"] == pytest.approx(losses["plain"], rel=0.05)
     assert losses["bf16"] != losses["plain"]
@@ -191,6 +197,12 @@ def test_the_same_command_again_has_nothing_to_do(
         ("finetune", ["from={tmp}/fine", "data=folder", "data.path={tmp}/flat"], "has no labels"),
         ("finetune", ["from={tmp}/fine", "data=photos", "finetune.size=30"], "not divisible by the patch"),
         ("finetune", ["from={tmp}/fine", "data=photos", "finetune.rates=[1.0,2.0]"], "held_out=25"),
+        ("pretrain", ["data.per_class=0"], "must be positive"),
+        ("pretrain", ["+schedule.steps=9"], "unknown key schedule.steps"),
+        ("pretrain", ["train.precision=fp16"], "fp16 needs an accelerator"),
+        ("linear_probe", ["from={tmp}/fine", "data=photos", "probe.seeds=0"], "probe.seeds must be positive, got 0"),
+        ("linear_probe", ["from={tmp}/fine", "data=photos", "probe.labels=[]"], "probe.labels must be positive"),
+        ("quickstart", ["+few.clip=1.0"], "unknown key few.clip"),
         ("quickstart", ["objective=supervised"], "the quickstart shows masked patch prediction"),
     ],
 )  # fmt: skip
@@ -204,7 +216,7 @@ def test_errors_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     overrides = [override.replace("{tmp}", str(wrong_things)) for override in overrides]
-    if not any(override.startswith("data=") for override in overrides) and name in ("pretrain", "quickstart"):
+    if not any(override.startswith("data") for override in overrides) and name in ("pretrain", "quickstart"):
         overrides = ["data.per_class=10", "data.test_per_class=2", *overrides]
     elif "data=photos" in overrides:
         overrides = [*overrides, "data.per_class=10", "data.test_per_class=2"]
@@ -287,3 +299,12 @@ def test_names_in_docs_exist() -> None:
     for file, name in named:
         text = (ROOT / file).read_text()
         assert not name or re.search(rf"(def|class) {name}\b", text), f"{file}: {name}"
+
+
+def test_an_experiment_wins_over_the_recipe_and_the_command_line_over_both() -> None:
+    with hydra.initialize_config_module(version_base="1.3", config_module="mpp.recipes.conf"):
+        config = hydra.compose("quickstart", ["experiment=digits", "few.batch_size=16"])
+        momentum = hydra.compose("finetune", ["optim=momentum", "from=x"])
+    assert (config.out, config.few.steps, config.few.batch_size) == ("runs/digits", 200, 16)
+    assert list(config.finetune.labels) == [10, 100]
+    assert (momentum.optim.lr, momentum.optim.weight_decay) == (0.03, 0.0)

@@ -19,6 +19,7 @@ from mpp.data.loader import Images
 from mpp.recipes.common import make_optimizer, make_rate
 from mpp.train import Run, fit, learning_rate
 from mpp.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from mpp.train.run import read_metrics
 
 # ---------------------------------------------------------------------------------------------------- schedule
 
@@ -86,10 +87,7 @@ def train(
 ) -> torch.optim.Optimizer:
     optimizer = make_optimizer(objective, opt=opt, lr=1.0, weight_decay=0.1)
     plan = Plan(len(images), batch_size, seed=1, accumulation=accumulation)
-    fitted = fit(
-        objective, Loader(images, plan), optimizer, steps=steps, rate=rate, accelerator=Accelerator(cpu=True), **also
-    )
-    assert fitted is objective
+    fit(objective, Loader(images, plan), optimizer, steps=steps, rate=rate, accelerator=Accelerator(cpu=True), **also)
     return optimizer
 
 
@@ -238,7 +236,9 @@ def test_a_run_with_checkpoints_refuses_another_configuration(tmp_path: Path):
     ):
         assert part in str(refused.value)
     may = {**CONFIG, "train": {**CONFIG["train"], "workers": 4, "log_every": 1}, "probe": {"a": 2}}
-    Run(tmp_path / "run", may)
+    Run(tmp_path / "run", may, after=("probe",))
+    with pytest.raises(UserError, match=r"probe\.a"):
+        Run(tmp_path / "run", {**may, "probe": {"a": 3}})
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
@@ -259,10 +259,10 @@ def test_restoring_drops_metrics_that_will_be_made_again(tmp_path: Path):
         file.write('{"step": 2, "lo')  # a crash cut this line short
     again = Run(tmp_path, CONFIG)
     assert again.restore(objective, optimizer) == 3
-    assert [row["step"] for row in again.metrics()] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(again.out)] == [1, 2, 3]
     shutil.rmtree(again.checkpoints)
     assert again.restore(objective, optimizer) == 0
-    assert again.metrics() == []
+    assert read_metrics(again.out) == []
 
 
 def test_other_processes_write_nothing(tmp_path: Path):
@@ -293,7 +293,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_p
         options = dict(opt=opt, accumulation=2, clip=0.5, log_every=1, save_every=3, run=run, report=report, seed=5)
         optimizer = train(objective, images, 6, **options)
         timings = ("images_per_second", "seconds_left", "data_wait")
-        rows = [{name: value for name, value in row.items() if name not in timings} for row in run.metrics()]
+        rows = [{name: value for name, value in row.items() if name not in timings} for row in read_metrics(run.out)]
         return objective.state_dict(), moments(optimizer), rows
 
     weights, state, rows = go(tmp_path / "straight")
@@ -316,7 +316,7 @@ def test_accumulation_changes_nothing_but_rounding(tmp_path: Path, images: Image
         objective, run = build(), Run(tmp_path / str(accumulation), CONFIG)
         train(objective, images, 4, opt="momentum", accumulation=accumulation, log_every=2, run=run,
               rate=lambda step: 0.05)  # fmt: skip
-        results.append((objective.state_dict(), [(row["loss"], row["accuracy"]) for row in run.metrics()]))
+        results.append((objective.state_dict(), [(row["loss"], row["accuracy"]) for row in read_metrics(run.out)]))
     assert len(results[0][1]) == 2
     for weights, rows in results[1:]:
         for name, tensor in weights.items():
@@ -329,7 +329,7 @@ def test_a_row_is_the_mean_since_the_row_before(tmp_path: Path, images: Images):
     runs = [Run(tmp_path / str(every), CONFIG) for every in (1, 3)]
     for run, every in zip(runs, (1, 3), strict=True):
         train(build(), images, 5, log_every=every, run=run, extra={"entropy": 1.5})
-    each, seldom = (run.metrics() for run in runs)
+    each, seldom = (read_metrics(run.out) for run in runs)
     assert [row["step"] for row in seldom] == [3, 5]
     assert seldom[0]["loss"] == pytest.approx(sum(row["loss"] for row in each[:3]) / 3, rel=1e-6)
     assert seldom[1]["loss"] == pytest.approx(sum(row["loss"] for row in each[3:]) / 2, rel=1e-6)
@@ -359,7 +359,7 @@ def test_layer_wise_scales_and_clipping_reach_the_optimizer(images: Images):
 def test_training_learns(tmp_path: Path, images: Images):
     run = Run(tmp_path, CONFIG)
     train(build(), images, 40, batch_size=64, rate=lambda step: 3e-3, log_every=20, run=run)
-    assert run.metrics()[-1]["loss"] < run.metrics()[0]["loss"] < math.log(8)
+    assert read_metrics(run.out)[-1]["loss"] < read_metrics(run.out)[0]["loss"] < math.log(8)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, images: Images):
@@ -367,7 +367,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, images: Images)
     with pytest.raises(UserError, match=r"not finite since step \d.* Try a lower optim\.lr"):
         train(build(), images, 12, opt="momentum", rate=lambda step: 1e-3 if step < 4 else 1e30, log_every=2,
               save_every=2, run=run)  # fmt: skip
-    assert all(math.isfinite(row["loss"]) for row in run.metrics())
+    assert all(math.isfinite(row["loss"]) for row in read_metrics(run.out))
     objective = build()
     assert 0 < run.restore(objective, make_optimizer(objective, opt="momentum", lr=1.0, weight_decay=0.1)) < 12
 

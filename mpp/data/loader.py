@@ -89,7 +89,7 @@ class Loader:
 
 def read_batches(images: Images, index: list[Tensor], *, workers: int = 0, pin: bool = False) -> Iterator[Batch]:
     """The samples of each tensor of ids int64 (B,) in turn, as batches of epoch 0."""
-    return _read(images, [(0, ids) for ids in index], workers=workers, pin=pin)
+    return _read(images, [(0, ids) for ids in index], workers=min(workers, len(index) // 2), pin=pin)
 
 
 def _read(images: Images, which: Any, *, workers: int, pin: bool) -> Iterator[Batch]:

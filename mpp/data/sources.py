@@ -80,7 +80,10 @@ class Data:
                 f"data {self.name} has no labels{where}, which this recipe needs; sort the images into one folder a "
                 "class, or name the column with data.label_column="
             )
-        return np.asarray(source["label"], dtype=np.int64)
+        labels = np.asarray([-1 if label is None else label for label in source["label"]], dtype=np.int64)
+        if labels.min() < 0:
+            raise UserError(f"data {self.name}: {(labels < 0).sum()} images{where or ' to train on'} have no label")
+        return labels
 
 
 def load_data(
@@ -110,6 +113,10 @@ def load_data(
     Raises:
         UserError: no such path, no images in it, no such column.
     """
+    if min(per_class, test_per_class) < 1:
+        raise UserError(
+            f"data.per_class and data.test_per_class must be positive, got {per_class} and {test_per_class}"
+        )
     if source in ("photos", "digits"):
         if path is not None:
             raise UserError(f"data={source} is embedded and takes no data.path; for your own images use data=folder")
@@ -363,6 +370,8 @@ def _standardise(
     source: datasets.Dataset, image: str, label: str | None, classes: tuple[str, ...] | None
 ) -> datasets.Dataset:
     """Columns `image`, undecoded, and `label`, int64."""
+    if label not in source.column_names:  # a test split may have none
+        label = None
     columns = {image: "image"} | ({label: "label"} if label is not None else {})
     try:
         source = source.select_columns(list(columns)).cast_column(image, datasets.Image(decode=False))

@@ -35,8 +35,8 @@ def fit(
     run: Run | None = None,
     report: Callable[[dict[str, float]], None] | None = None,
     extra: dict[str, float] | None = None,
-) -> nn.Module:
-    """Train an objective in place; returns it, unwrapped, on the accelerator's device.
+) -> None:
+    """Train an objective in place; it stays on the accelerator's device.
 
     Args:
         objective: `forward(batch) -> {"loss": scalar, name: scalar, ...}`.
@@ -59,9 +59,14 @@ def fit(
         UserError: the loss is not finite.
     """
     device, plan = accelerator.device, loader.plan
-    objective.to(device)
-    start = run.restore(objective, optimizer) if run is not None else 0
     model, wrapped_optimizer = accelerator.prepare(objective, optimizer)
+    # After `prepare`, which would move counters of steps to the device, where AdamW waits for each of them.
+    start = run.restore(objective, optimizer) if run is not None else 0
+    starts = accelerator.gather(torch.tensor([start], device=device)).tolist()
+    if len(set(starts)) > 1:
+        raise UserError(
+            f"the processes would continue from different steps ({starts}); give every machine the same run folder"
+        )
     model.train()
 
     batches = loader.batches(start, steps)
@@ -88,8 +93,7 @@ def fit(
         # ------------------------------------------------------------------ update
         if clip is not None:
             norm = accelerator.clip_grad_norm_(objective.parameters(), clip)
-            if norm is not None:  # None where fp16 skipped the step
-                window.add({"grad_norm": norm}, step)
+            window.add({"grad_norm": norm}, step)
         wrapped_optimizer.step()
         wrapped_optimizer.zero_grad()
 
@@ -98,7 +102,7 @@ def fit(
         saving = run is not None and (done == steps or (save_every is not None and done % save_every == 0))
         if saving or done == steps or done % log_every == 0:
             if saving:  # a finite loss may have led to weights that are not
-                window.check(objective, done)
+                window.check(objective, step)
             row = window.close(accelerator, done, steps, images=plan.batch_size)
             if (bad := row.pop("first_bad_step")) >= 0:
                 kept = (
@@ -107,21 +111,20 @@ def fit(
                     else "nothing was saved"
                 )
                 raise UserError(
-                    f"loss or weights are not finite since step {int(bad)}; {kept}. Try a lower optim.lr, "
+                    f"loss or weights are not finite since step {int(bad) + 1}; {kept}. Try a lower optim.lr, "
                     "train.clip=1, or train.precision=bf16 in place of fp16"
                 )
             row |= {"lr": lr, **(extra or {})}
             if run is not None:
                 run.log(row)
-            accelerator.log(row, step=done)
+                accelerator.log(row, step=done)
             if report is not None and accelerator.is_main_process:
                 report(row)
         if saving and run is not None:
             run.save(done, objective, optimizer, keep=keep)
             accelerator.wait_for_everyone()
-    unwrapped = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # takes autocast off the objective's forward
     accelerator.free_memory()
-    return unwrapped
 
 
 class _Window:
@@ -134,7 +137,7 @@ class _Window:
 
     def _open(self) -> None:
         self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, float] = {}
+        self.counts: dict[str, Tensor] = {}
         self.steps: set[int] = set()
         self.waited, self.began = 0.0, time.perf_counter()
 
@@ -142,8 +145,11 @@ class _Window:
         self.steps.add(step)
         for name, value in values.items():
             value = value.detach().float()
-            self.sums[name] = self.sums.get(name, torch.zeros((), device=self.device)) + value * share
-            self.counts[name] = self.counts.get(name, 0.0) + share
+            # fp16 skips steps whose gradient overflows; their norm says nothing. A loss must show.
+            counts = torch.isfinite(value) if name == "grad_norm" else torch.ones_like(value, dtype=torch.bool)
+            zero = torch.zeros((), device=self.device)
+            self.sums[name] = self.sums.get(name, zero) + torch.where(counts, value * share, zero)
+            self.counts[name] = self.counts.get(name, zero) + counts * share
         if "loss" in values:
             self._note(~torch.isfinite(values["loss"].detach()), step)
 
@@ -157,9 +163,11 @@ class _Window:
 
     def close(self, accelerator: Accelerator, done: int, steps: int, *, images: int) -> dict[str, Any]:
         names = sorted(self.sums)
-        means = torch.stack([self.sums[name] / self.counts[name] for name in names])
+        means = torch.stack([self.sums[name] / self.counts[name].clamp(min=1e-9) for name in names])
         means = accelerator.reduce(means, "mean")
-        bad = accelerator.gather(self.first_bad[None]).max()
+        first_bad_steps = accelerator.gather(self.first_bad[None])
+        bad = torch.where(first_bad_steps >= 0, first_bad_steps, torch.inf).min()
+        bad = torch.where(torch.isfinite(bad), bad, -1.0)
         *numbers, first_bad = torch.cat([means, bad[None]]).tolist()
         seconds = time.perf_counter() - self.began
         row = {"step": done, **dict(zip(names, numbers, strict=True)), "first_bad_step": first_bad}

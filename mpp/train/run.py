@@ -12,6 +12,8 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,19 +21,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpp.errors import UserError
+from mpp.errors import LocalError, UserError
 from mpp.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 
 # What may differ between the run that was and the one that continues it: nothing here changes what is learned.
 MAY_CHANGE = (
+    "out",
     "train.workers",
     "train.log_every",
     "train.save_every",
     "train.keep",
     "train.tracker",
-    "probe.",  # whole groups: they come after training
-    "finetune.",
-    "few.",
 )
 PACKAGES = ("torch", "timm", "accelerate", "datasets", "hydra-core", "einops", "numpy", "pillow", "safetensors")
 
@@ -43,16 +43,19 @@ class Run:
         out: the folder; made if it is not there.
         config: the resolved configuration, JSON-like.
         main: whether this is the main process.
+        after: groups of the configuration that come after training and may differ when a run is continued.
 
     Raises:
         UserError: the folder holds a run with another configuration, names the keys; or it cannot be written.
     """
 
-    def __init__(self, out: str | Path, config: dict[str, Any], *, main: bool = True) -> None:
+    def __init__(
+        self, out: str | Path, config: dict[str, Any], *, main: bool = True, after: tuple[str, ...] = ()
+    ) -> None:
         self.out, self.config, self.main = Path(out), config, main
         self.checkpoints = self.out / "checkpoints"
         self._metrics = self.out / "metrics.jsonl"
-        self._check()
+        self._check((*MAY_CHANGE, *(f"{group}." for group in after)))
         if main:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)
@@ -61,7 +64,7 @@ class Run:
                 raise UserError(f"out={self.out}: cannot write there ({error.strerror})") from error
             write_json(self.out / "environment.json", environment())
 
-    def _check(self) -> None:
+    def _check(self, may_change: tuple[str, ...]) -> None:
         before = (
             load_config(self.out) if (self.out / "config.yaml").is_file() and checkpoints(self.checkpoints) else None
         )
@@ -71,7 +74,7 @@ class Run:
         changed = [
             f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
             for key in sorted(old.keys() | new.keys())
-            if not key.startswith(MAY_CHANGE) and old.get(key) != new.get(key)
+            if not key.startswith(may_change) and old.get(key) != new.get(key)
         ]
         if changed:
             raise UserError(
@@ -97,21 +100,30 @@ class Run:
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: int = 2) -> None:
         """Write a checkpoint (main process)."""
         if self.main:
-            save_checkpoint(
-                self.checkpoints, step, model, optimizer, keep=keep, world=os.environ.get("WORLD_SIZE", "1")
-            )
+            world = os.environ.get("WORLD_SIZE", "1")
+            with self._writing():
+                save_checkpoint(self.checkpoints, step, model, optimizer, keep=keep, world=world)
 
     def log(self, row: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl (main process)."""
         if self.main:
-            with self._metrics.open("a") as file:
+            with self._writing(), self._metrics.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """All lines of metrics.jsonl."""
-        if not self._metrics.is_file():
-            return []
-        return [json.loads(line) for line in self._metrics.read_text().splitlines()]
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A full disk, say, as one line."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise LocalError(f"out={self.out}: cannot write ({reason}); what was saved before is whole") from error
+
+
+def read_metrics(out: str | Path) -> list[dict[str, Any]]:
+    """All lines of a run folder's metrics.jsonl, none without it."""
+    file = Path(out) / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def _step_of(line: str) -> float:
