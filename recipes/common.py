@@ -132,7 +132,7 @@ def default_encoder(data: Data) -> str:
 def settle(training: Training, num_samples: int, *, is_small: bool) -> tuple[int, int]:
     """Steps and batch size, the defaults filled in.
 
-    Defaults: a batch of 32 for small images and 256 for others (never more than the data); 4,000 steps for small
+    Defaults: a batch of 32 for small images and 256 for others (never more than the data); 3,500 steps for small
     images, and for others 100 epochs, yet at least 2,000 and at most 100,000 steps (beyond which the paper saw
     diminishing returns, B.1.2).
     """
@@ -142,7 +142,7 @@ def settle(training: Training, num_samples: int, *, is_small: bool) -> tuple[int
         return training.steps, batch
     if training.epochs is not None:
         return max(1, math.ceil(training.epochs * per_epoch)), batch
-    return 4000 if is_small else min(max(100 * per_epoch, 2000), 100_000), batch
+    return 3500 if is_small else min(max(100 * per_epoch, 2000), 100_000), batch
 
 
 def open_data(config: Config, run: str | Path | None = None) -> tuple[Data, Config]:
