@@ -59,6 +59,9 @@ def _explain(error: BaseException, config_name: str) -> str:
     cause = error.__cause__ or error
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line)
     key = getattr(cause, "full_key", None) or getattr(error, "full_key", None)
+    if "LexerNoViableAlt" in text or "mismatched input" in text or "extraneous input" in text:
+        given = text.split("Exception: ")[-1].split(" See https")[0].rstrip("^ ")
+        return f"cannot read {given}; quote values with spaces or special characters twice: 'out=\"my runs/a\"'"
     if "Missing mandatory value" in text:
         return f"{key or text} must be given, as {key}=..."
     if "not in struct" in text or "Could not override" in text:

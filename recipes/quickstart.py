@@ -18,8 +18,8 @@ from mpp.recipes.pretrain import pretrain, write_run_report
 from mpp.train.run import load_config
 
 NOTE = """All choices are made on training images: C and k on a held-out fifth of the labels, the learning rate on
-{held_out} more images a class, for each arm by itself. Both arms of fine-tuning have the same steps; with more of them
-training from scratch comes closer (docs/results.md)."""
+{held_out} more images a class, for each arm by itself. Both arms of fine-tuning have the same {steps} steps; with
+more of them training from scratch catches up, as docs/results.md shows."""
 
 
 def quickstart(config: Config) -> Path:
@@ -69,7 +69,7 @@ def quickstart(config: Config) -> Path:
         write_results(out, rows)
         console.print()
         console.print(results_table(rows, num_test=num_test))
-        console.print(NOTE.format(held_out=config["finetune"]["held_out"]), markup=False)
+        console.print(NOTE.format(held_out=config["finetune"]["held_out"], steps=few.steps), markup=False)
         page = write_run_report(out, rows, config, chance=1 / len(data.classes or (0,)))
         console.print(f"\n{clock(time.monotonic() - began)} in all. Open {page}; everything else is in {out}/")
     return out
