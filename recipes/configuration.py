@@ -40,6 +40,9 @@ def main(config_name: str, recipe: Callable[[Config], object]) -> None:
 
     try:
         entry()
+    except KeyboardInterrupt:
+        print("stopped; the same command continues from the last checkpoint", file=sys.stderr, flush=True)
+        sys.exit(130)
     except (HydraException, OmegaConfBaseException) as error:
         _stop(_explain(error, config_name))
     if torch.distributed.is_initialized():
@@ -63,7 +66,8 @@ def _explain(error: BaseException, config_name: str) -> str:
         given = text.split("Exception: ")[-1].split(" See https")[0].rstrip("^ ")
         return f"cannot read {given}; quote values with spaces or special characters twice: 'out=\"my runs/a\"'"
     if "Missing mandatory value" in text:
-        return f"{key or text} must be given, as {key}=..."
+        what = ", a run folder, an exported encoder or its .safetensors file" if key == "from" else ""
+        return f"{key or text} must be given, as {key}=...{what}"
     if "not in struct" in text or "Could not override" in text:
         given = text.split("'")[1] if "'" in text else str(key)
         with hydra.initialize_config_module(version_base="1.3", config_module="mpp.recipes.conf"):

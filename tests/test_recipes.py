@@ -97,6 +97,10 @@ def test_pretrain_probe_and_finetune_on_a_folder(
         )
     ]
     assert rows[-1]["mean"] == 1.0, "a colour histogram tells red from blue"
+    # results are not written over by another evaluation
+    assert call("linear_probe", f"from={run}", *data, *probe, "probe.seeds=1", monkeypatch=monkeypatch) == 2
+    assert "probe.seeds: 2 -> 1" in capsys.readouterr().err
+    assert json.loads((tmp_path / "probe" / "results.json").read_text()) == rows
     tune = ["train.steps=2", "train.batch_size=8", "finetune.size=48", f"out={tmp_path / 'tuned'}"]
     assert call("finetune", f"from={run}", *tune, monkeypatch=monkeypatch) == 0  # data=same finds the folder again
     (row,) = json.loads((tmp_path / "tuned" / "results.json").read_text())

@@ -77,8 +77,8 @@ class Data:
             raise UserError(f"data {self.name} has no test split, which this recipe needs, and too few images for one")
         if self.classes is None or source is None or "label" not in source.column_names:
             raise UserError(
-                f"data {self.name} has no labels{where}, which this recipe needs; sort the images into one folder a "
-                "class, or name the column with data.label_column="
+                f"data {self.name} has no labels{where}, which this recipe needs; it takes two or more class "
+                "folders, or a label column (data=hub, data.label_column=)"
             )
         labels = np.asarray([-1 if label is None else label for label in source["label"]], dtype=np.int64)
         if labels.min() < 0:

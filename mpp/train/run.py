@@ -65,9 +65,8 @@ class Run:
             write_json(self.out / "environment.json", environment())
 
     def _check(self, may_change: tuple[str, ...]) -> None:
-        before = (
-            load_config(self.out) if (self.out / "config.yaml").is_file() and checkpoints(self.checkpoints) else None
-        )
+        used = checkpoints(self.checkpoints) or (self.out / "results.json").is_file()
+        before = load_config(self.out) if used and (self.out / "config.yaml").is_file() else None
         if before is None:
             return
         old, new = flatten(before), flatten(self.config)
