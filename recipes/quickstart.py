@@ -19,7 +19,7 @@ from mpp.train.run import load_config
 
 NOTE = """All choices are made on training images: C and k on a held-out fifth of the labels, the learning rate on
 {held_out} more images a class, for each arm by itself. Both arms of fine-tuning have the same {steps} steps; with
-more of them training from scratch catches up, as docs/results.md shows."""
+more of them training from scratch may catch up, as docs/results.md shows."""
 
 
 def quickstart(config: Config) -> Path:
