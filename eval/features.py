@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from mpp.data.loader import Images, read_batches
+from mpp.data.loader import BadImagesError, Images, read_batches
+from mpp.errors import UserError
 
 
 @torch.inference_mode()
@@ -28,6 +30,9 @@ def compute(
         accelerator: processes share the work; the result is gathered.
         batch_size: for each process.
         workers: see `Loader`.
+
+    Raises:
+        UserError: images cannot be read; every process raises it, and it names what any of them met.
     """
     device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     n = len(images)
@@ -37,11 +42,18 @@ def compute(
     mine = list(padded.view(-1, world, batch_size)[:, rank])
     modes = [(part, part.training) for part in module.modules()]
     module.to(device).eval()
-    parts = []
-    for batch in read_batches(images, mine, workers=workers, pin=device.type == "cuda"):
-        with accelerator.autocast():
-            out = function(batch["image"].to(device, non_blocking=True)).float()
-        parts.append(accelerator.gather(out).cpu())
-    for part, training in modes:
-        part.training = training
-    return torch.cat(parts)[:n]
+    parts, bad = [], {}
+    try:
+        for batch in read_batches(images, mine, workers=workers, pin=device.type == "cuda"):
+            with accelerator.autocast():
+                parts.append(function(batch["image"].to(device, non_blocking=True)).float().cpu())
+    except BadImagesError as error:
+        bad = error.bad
+    finally:
+        for part, training in modes:
+            part.training = training
+    # What was met is exchanged before any tensor: a process that stops while others gather would leave them waiting.
+    bad = {i: message for i, message in gather_object(list(bad.items()))}
+    if bad:
+        raise UserError(str(BadImagesError(bad, n)))  # no longer of one process alone
+    return torch.cat([accelerator.gather(out.to(device)).cpu() for out in parts])[:n]

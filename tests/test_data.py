@@ -146,13 +146,13 @@ def test_augmentation_follows_the_sample_and_the_epoch_not_the_batch(digits: Dat
 
 @many_workers
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_unreadable_image_stops_with_its_name(tmp_path: Path, workers: int):
+def test_an_unreadable_image_stops_an_evaluation_with_its_name(tmp_path: Path, workers: int):
     for i in range(6):
         save(tmp_path / f"{i}.png")
     broken = tmp_path / "3.png"
     broken.write_bytes(broken.read_bytes()[:60])
-    images = Images(load_data("folder", path=str(tmp_path)).train, Transform((8, 8)), channels=3)
-    with pytest.raises(LocalError, match=f"cannot read {re.escape(str(broken))} as an image"):
+    images = Images(load_data("folder", path=str(tmp_path)).train, Transform((8, 8)).evaluation(), channels=3)
+    with pytest.raises(LocalError, match=f"^1 of 6 images cannot be read: {re.escape(str(broken))} \\(.*; repair or"):
         list(read_batches(images, [torch.arange(3), torch.arange(3, 6)], workers=workers))
 
 
@@ -503,11 +503,15 @@ def test_grey_folders_are_read_as_one_channel(tmp_path: Path):
     assert load_data("folder", path=str(tmp_path)).channels == 3
 
 
-def test_a_damaged_file_met_while_looking_at_the_folder_is_named(tmp_path: Path):
+def test_a_damaged_file_does_not_keep_a_folder_from_opening(tmp_path: Path):
     (tmp_path / "first.png").write_text("not an image")
-    save(tmp_path / "second.png")
-    with pytest.raises(UserError, match=r"first\.png"):
+    (tmp_path / "second.png").write_bytes(b"")
+    with pytest.raises(UserError, match=r"none of the first 2 images can be read; the first: .*first\.png .*not an im"):
         load_data("folder", path=str(tmp_path))
+    save(tmp_path / "third.png", NOISE[..., 0])
+    assert load_data("folder", path=str(tmp_path)).channels == 1
+    save(tmp_path / "fourth.png")
+    assert load_data("folder", path=str(tmp_path)).channels == 3
 
 
 def test_links_are_followed_but_not_in_circles(tmp_path: Path):

@@ -15,9 +15,11 @@ import datasets
 import numpy as np
 import PIL.Image
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 
-from mpp.data.decoding import MODES, encode, open_image
+from mpp.data.decoding import MODES, BadImageError, encode, is_grey, suffixes
 from mpp.data.transforms import Transform
 from mpp.errors import UserError
 from mpp.randomness import fold, fold_each, uniform
@@ -102,8 +104,9 @@ def load_data(
     """Open a data set.
 
     Args:
-        source: "photos" or "digits" (embedded), "folder" (images in `path`), or "hub" (anything that
-            `datasets.load_dataset` takes: a hub name, a parquet file or folder, an image folder).
+        source: "photos" or "digits" (embedded), "folder" (images in `path`; links in it are followed), or "hub"
+            (anything that `datasets.load_dataset` takes: a hub name, a parquet file or folder, an image folder; it may
+            name no files outside of its own folder).
         path: for "folder" and "hub".
         channels: decode to so many channels (1, 2, 3 or 4); None looks at the images.
         image_column, label_column: for "hub"; None finds them by type and name.
@@ -111,7 +114,7 @@ def load_data(
         crop_scale, flip, crop_pct: see `Transform`.
 
     Raises:
-        UserError: no such path, no images in it, no such column.
+        UserError: no such path, no images in it, no such column, or files outside of the data set are named.
     """
     if min(per_class, test_per_class) < 1:
         raise UserError(
@@ -135,11 +138,21 @@ def load_data(
 
 
 def _find_channels(source: datasets.Dataset, looked_at: int = 32) -> int:
-    """1 if all of the first images are grey, else 3."""
+    """1 if all of the first images that can be read are grey, else 3.
+
+    Raises:
+        UserError: none of them can be read.
+    """
+    bad, readable = [], 0
     for row in source.select(range(min(looked_at, len(source)))):
-        with open_image(row["image"]) as file:
-            if file.mode not in ("1", "L", "LA", "I", "F") and not file.mode.startswith("I;16"):
+        try:
+            if not is_grey(row["image"]):
                 return 3
+            readable += 1
+        except BadImageError as error:
+            bad.append(error)
+    if bad and not readable:
+        raise UserError(f"none of the first {len(bad)} images can be read; the first: {bad[0]}")
     return 1
 
 
@@ -253,6 +266,8 @@ def _scan(
 ) -> tuple[list[str], list[int] | None, tuple[str, ...] | None]:
     """All image files below a folder in a fixed order, and labels if every file lies in a class folder.
 
+    Links are followed, wherever they lead: a folder is what its owner made it.
+
     Labels are the names of the folders directly below `root`; there are none if an image lies in `root` itself or if
     there is only one such folder, unless it is one of the `known` classes.
 
@@ -262,7 +277,6 @@ def _scan(
     Raises:
         UserError: no images, or classes that are not known.
     """
-    suffixes = PIL.Image.registered_extensions()
     found, seen = [], set()
     for folder, below, files in os.walk(root, followlinks=True):
         here = Path(folder)
@@ -271,7 +285,7 @@ def _scan(
             continue
         seen.add(here.resolve())
         below[:] = sorted(name for name in below if not name.startswith("."))
-        found += [here / f for f in sorted(files) if not f.startswith(".") and Path(f).suffix.lower() in suffixes]
+        found += [here / f for f in sorted(files) if not f.startswith(".") and Path(f).suffix.lower() in suffixes()]
     if not found:
         raise UserError(f"no images found in {root} (looked for .jpg, .png, .webp, .tif and what else Pillow reads)")
     parts = [file.relative_to(root).parts for file in found]
@@ -296,6 +310,11 @@ def _hold_out(
 
 
 def _from_paths(paths: list[str], labels: list[int] | None, classes: tuple[str, ...] | None) -> datasets.Dataset:
+    try:
+        "".join(paths).encode()
+    except UnicodeEncodeError as error:
+        first = next(path for path in paths if any("\ud800" <= c <= "\udfff" for c in path))
+        raise UserError(f"the name of {first!a} is not UTF-8; rename it") from error
     rows: dict[str, list[Any]] = {"image": [{"bytes": None, "path": path} for path in paths]}
     features: dict[str, Any] = {"image": datasets.Image(decode=False)}
     if labels is not None and classes is not None:
@@ -344,7 +363,44 @@ def _hub(path: str, image_column: str | None, label_column: str | None) -> Data:
         note = f"{path} has no test split: one image in {HELD_OUT} is held out for testing"
     train = _standardise(train, image, label, classes)
     test = _standardise(test, image, label, classes) if test is not None else None
+    for split in (train, test):
+        if split is not None:
+            _check_paths(split, path, local)
     return Data(local.name if local.exists() else path, train, test, classes, channels=_find_channels(train), note=note)
+
+
+def _check_paths(source: datasets.Dataset, path: str, local: Path) -> None:
+    """Refuse rows that name a file outside of the data set's own folder or, for a hub name, outside of the caches.
+
+    Otherwise a data set from a stranger could have any image on this machine opened. Links that lie in the folder
+    itself are followed, as the last part of a path; folders are resolved.
+
+    Raises:
+        UserError: names the first of them and says how many there are.
+    """
+    if local.exists():
+        roots = [str(local if local.is_dir() else local.parent)]
+    else:
+        roots = [str(datasets.config.HF_DATASETS_CACHE), str(datasets.config.DOWNLOADED_DATASETS_PATH),
+                 str(datasets.config.EXTRACTED_DATASETS_PATH), HF_HUB_CACHE]  # fmt: skip
+    inside = tuple(os.path.join(os.path.realpath(root), "") for root in roots)
+    foreign, count = None, 0
+    for rows in source.data.column("image").chunks:
+        named = rows.field("path").filter(rows.field("bytes").is_null()).drop_null()
+        # Everything to the last slash: few of them are distinct, so that the file system is asked seldom.
+        parents = pc.replace_substring_regex(named, r"[^/]*$", "").dictionary_encode()
+        good = [
+            os.path.isabs(parent) and os.path.join(os.path.realpath(parent), "").startswith(inside)
+            for parent in parents.dictionary.to_pylist()
+        ]
+        good = pc.take(pa.array(good, pa.bool_()), parents.indices)
+        bad = named.filter(pc.or_(pc.invert(good), pc.match_substring_regex(named, r"(^|/)\.{0,2}$")))
+        foreign, count = foreign or (bad[0].as_py() if len(bad) else None), count + len(bad)
+    if foreign is not None:
+        raise UserError(
+            f"data.path={path} names {count:,} file(s) outside of {roots[0]}, such as {ascii(foreign)[1:-1]}; "
+            "a data set may only name files of its own, by absolute paths (unpack archives), or hold the images itself"
+        )
 
 
 def _find_column(source: datasets.Dataset, purpose: str, given: str | None, fits: Any, path: str) -> str | None:

@@ -18,7 +18,8 @@ class Transform:
 
     For training: a random resized crop of `crop_scale` of the area and aspect ratio 3/4 to 4/3 (log-uniform), the
     "inception crop", and a flip; without `crop_scale`, the whole image is resized. For evaluation: the shorter side is
-    resized to size / `crop_pct` and the centre is cut out.
+    resized to size / `crop_pct` and the centre is cut out; of an image that would become more than 16 times as long as
+    that, only the middle is resized, since a strip of 30,000 x 1 pixels would take gigabytes.
 
     Args:
         size: (height, width) of the result.
@@ -59,6 +60,11 @@ class Transform:
             if (height, width) == self.size and self.crop_pct == 1:
                 return image
             scale = max(self.size[0] / height, self.size[1] / width) / self.crop_pct
+            rows, columns = (
+                _middle(n, 16 * of / self.crop_pct / scale) for n, of in zip((height, width), self.size, strict=True)
+            )
+            image = image[:, rows, columns]
+            height, width = image.shape[-2:]
             image = _resize(image, (max(self.size[0], round(height * scale)), max(self.size[1], round(width * scale))))
             return T.center_crop(image, list(self.size))
         if self.crop_scale is not None:
@@ -66,6 +72,12 @@ class Transform:
             image = image[:, top : top + tall, left : left + wide]
         image = _resize(image, self.size)
         return image.flip(-1) if draws[0] < self.flip else image
+
+
+def _middle(length: int, most: float) -> slice:
+    """All of `length` pixels, or the middle ones if they are more than `most`."""
+    cut = min(math.ceil((length - most) / 2), (length - 1) // 2) if length > most else 0
+    return slice(cut, length - cut)
 
 
 def _resize(image: Tensor, size: tuple[int, int]) -> Tensor:
