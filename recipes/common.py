@@ -18,9 +18,9 @@ from mpp.encoder import Encoder
 from mpp.errors import UserError
 from mpp.randomness import fold
 from mpp.recipes.configuration import Config, call, near
-from mpp.recipes.display import Display
+from mpp.recipes.display import Display, warn
 from mpp.train import Run, fit, learning_rate
-from mpp.train.run import flatten, load_config
+from mpp.train.run import flatten, load_config, on_main
 from mpp.weights import describe
 
 
@@ -31,10 +31,17 @@ class Training:
     Attributes:
         steps, epochs: length in optimizer steps, or in passes over the data; both null: a default (see `settle`).
         batch_size: images of a step over all processes; null: a default.
-        accumulation: micro-batches that a process takes for one step.
+        accumulation: micro-batches that a process takes for one step; null: as few as `max_batch_per_device` allows.
+        max_batch_per_device: images that a process can take at a time; null: no limit.
         precision: "no", "bf16" or "fp16"; null: what `accelerate launch` says.
         clip: largest norm of the gradient, or null.
-        log_every, save_every, keep: steps between reports and between checkpoints, and checkpoints to keep.
+        ema: decay of a running average of the weights, which is what is exported and evaluated; null: no average.
+        log_every, save_every: steps between reports and between checkpoints.
+        keep, keep_every: checkpoints to keep: the last so many, and those of every so many-th step.
+        spike, max_rollbacks: when a loss counts as exploded (`mpp.train.pulse.Pulse`), and how often to go back to a
+            checkpoint and leave out the steps that did it.
+        max_bad: largest share of images that may be unreadable.
+        trace: whether to write checksums of every step's samples, crops and masks to trace.jsonl.
         workers: decoding processes for each training process; null: from the cores there are.
         tracker: one of accelerate's (tensorboard, wandb, ...), or null.
         seed: everything random follows from it.
@@ -43,12 +50,19 @@ class Training:
     steps: int | None = None
     epochs: float | None = None
     batch_size: int | None = None
-    accumulation: int = 1
+    accumulation: int | None = None
+    max_batch_per_device: int | None = None
     precision: str | None = None
     clip: float | None = None
+    ema: float | None = None
     log_every: int = 50
     save_every: int | None = None
     keep: int = 2
+    keep_every: int | None = None
+    spike: float | None = 10.0
+    max_rollbacks: int = 3
+    max_bad: float = 0.01
+    trace: bool = False
     workers: int | None = None
     tracker: str | None = None
     seed: int = 0
@@ -56,12 +70,21 @@ class Training:
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
             raise UserError(f"give train.steps or train.epochs, not both (got {self.steps} and {self.epochs})")
-        for name in ("steps", "epochs", "batch_size", "accumulation", "clip", "log_every", "save_every", "keep"):
+        positive = "steps epochs batch_size accumulation max_batch_per_device clip log_every save_every keep keep_every"
+        for name in (*positive.split(), "spike"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"train.{name} must be positive, got {value}")
-        if self.workers is not None and self.workers < 0:
-            raise UserError(f"train.workers must not be negative, got {self.workers}")
+        for name in ("workers", "max_rollbacks"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UserError(f"train.{name} must not be negative, got {value}")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise UserError(f"train.ema is a decay between 0 and 1, such as 0.999; got {self.ema}")
+        if not 0 <= self.max_bad <= 1:
+            raise UserError(f"train.max_bad is a share between 0 and 1, got {self.max_bad}")
+        if self.keep < 2:
+            raise UserError(f"train.keep={self.keep}: keep at least 2, so that there is one to fall back to")
         if self.precision not in (None, "no", "bf16", "fp16"):
             raise UserError(f"train.precision must be no, bf16 or fp16, got {self.precision}")
 
@@ -114,6 +137,22 @@ def _check_tracker(name: str) -> None:
         raise UserError(f"train.tracker={name} needs its package: pip install {name}")
 
 
+def open_run(
+    accelerator: Accelerator, out: str | Path, config: Config, training: Training, *, after: tuple[str, ...] = ()
+) -> Run:
+    """The run folder on every process, held by the main one; refused on all of them if it is refused there."""
+    main = accelerator.is_main_process
+    opened: list[Run] = []
+
+    def open_it() -> None:
+        opened.append(Run(out, config, main=main, after=after, keep=training.keep, keep_every=training.keep_every))
+
+    on_main(accelerator, open_it)
+    if not main:
+        open_it()
+    return opened[0]
+
+
 # ---------------------------------------------------------------------------------------------------- settling
 
 
@@ -143,6 +182,35 @@ def settle(training: Training, num_samples: int, *, is_small: bool) -> tuple[int
     if training.epochs is not None:
         return max(1, math.ceil(training.epochs * per_epoch)), batch
     return 3500 if is_small else min(max(100 * per_epoch, 2000), 100_000), batch
+
+
+def split_batch(training: Training, batch_size: int, world: int) -> int:
+    """Micro-batches that each of `world` processes takes for one step.
+
+    Raises:
+        UserError: no number of them is both even and small enough.
+    """
+    if training.max_batch_per_device is None:
+        return training.accumulation or 1
+    largest = training.max_batch_per_device
+    if training.accumulation is not None:
+        if batch_size > training.accumulation * world * largest:
+            raise UserError(
+                f"train.accumulation={training.accumulation} gives batches of "
+                f"{batch_size / world / training.accumulation:g}, above train.max_batch_per_device={largest}; give one "
+                "of the two"
+            )
+        return training.accumulation
+    fits = [
+        count for count in range(1, batch_size // (2 * world) + 1)
+        if batch_size % (2 * world * count) == 0 and batch_size // (world * count) <= largest
+    ]  # fmt: skip
+    if not fits:
+        raise UserError(
+            f"train.batch_size={batch_size} on {world} process(es) cannot be cut into even pieces of at most "
+            f"train.max_batch_per_device={largest}; use a multiple of {2 * world} and a limit of at least 2"
+        )
+    return fits[0]
 
 
 def open_data(config: Config, run: str | Path | None = None) -> tuple[Data, Config]:
@@ -235,13 +303,14 @@ def train(
     extra: Config | None = None,
 ) -> None:
     """Train an objective by the configuration; `extra` joins every row of metrics."""
+    world = accelerator.num_processes
     plan = Plan(
         len(images),
         batch_size,
         seed=training.seed,
         rank=accelerator.process_index,
-        world=accelerator.num_processes,
-        accumulation=training.accumulation,
+        world=world,
+        accumulation=split_batch(training, batch_size, world),
     )
     on_cpu = accelerator.device.type == "cpu"
     workers = default_workers(on_cpu=on_cpu) if training.workers is None else training.workers
@@ -256,11 +325,16 @@ def train(
         accelerator=accelerator,
         seed=training.seed,
         clip=training.clip,
+        ema=training.ema,
         log_every=training.log_every,
         save_every=training.save_every,
-        keep=training.keep,
+        spike=training.spike,
+        max_rollbacks=training.max_rollbacks,
+        max_bad=training.max_bad,
+        trace=training.trace,
         run=run,
         report=display.report if display is not None else None,
+        say=display.warn if display is not None else warn,
         extra=extra,
     )
 

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mpp.errors import LocalError, UserError
 from mpp.train.run import flatten
+from mpp.train.stopping import Preempted, end_with_launcher, raise_on_signal
 
 Result = TypeVar("Result")
 Config = dict[str, Any]
@@ -25,15 +26,20 @@ Config = dict[str, Any]
 
 
 def main(config_name: str, recipe: Callable[[Config], object]) -> None:
-    """Run a recipe under hydra; what a user can put right is printed as one line, with exit code 2."""
+    """Run a recipe under hydra; what a user can put right is printed as one line, with exit code 2.
+
+    A signal that asks to stop ends it with `mpp.train.stopping.EXIT_CODE`, Ctrl-C with 130.
+    """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # so that hydra raises, and the line is ours
-    met: list[UserError] = []
+    end_with_launcher()
+    raise_on_signal()
+    met: list[UserError | Preempted] = []
 
     @hydra.main(version_base="1.3", config_path="pkg://mpp.recipes.conf", config_name=config_name)
     def entry(config: DictConfig) -> None:
         try:
             recipe(to_dict(config))
-        except UserError as error:  # caught here, since hydra would print a line of its own
+        except (UserError, Preempted) as error:  # caught here, since hydra would print a line of its own
             met.append(error)
         except OmegaConfBaseException as error:
             met.append(UserError(_explain(error, config_name)))
@@ -41,14 +47,26 @@ def main(config_name: str, recipe: Callable[[Config], object]) -> None:
     try:
         entry()
     except KeyboardInterrupt:
-        print("stopped; the same command continues from the last checkpoint", file=sys.stderr, flush=True)
+        _say_stopped("Ctrl-C", None)
         sys.exit(130)
     except (HydraException, OmegaConfBaseException) as error:
         _stop(_explain(error, config_name))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    if met:
-        _stop(str(met[0]), every_rank=isinstance(met[0], LocalError))
+    if not met:
+        return
+    if isinstance(met[0], Preempted):
+        _say_stopped(met[0].signal, met[0].step)
+        sys.exit(met[0].exit_code)
+    _stop(str(met[0]), every_rank=isinstance(met[0], LocalError))
+
+
+def _say_stopped(what: str, step: int | None) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        saved = "the same command continues from the last checkpoint"
+        if step is not None:
+            saved = f"step {step:,} is saved and the same command continues from it"
+        print(f"stopped by {what}: {saved}", file=sys.stderr, flush=True)
 
 
 def _stop(message: str, *, every_rank: bool = False) -> typing.NoReturn:

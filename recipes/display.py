@@ -55,6 +55,10 @@ class Display:
             text += f"  waiting for data {row['data_wait']:.0%} (more train.workers?)"
         self._show(step, text)
 
+    def warn(self, line: str) -> None:
+        """One line about something that went wrong, above the progress."""
+        self.console.print(f"warning: {line}", markup=False)
+
     def advance(self, text: str) -> None:
         """One more of the things that are counted is done."""
         self.count += 1
@@ -67,6 +71,11 @@ class Display:
             # Not a terminal: a line every few seconds is enough for a log file.
             self.printed = time.monotonic()
             self.console.print(f"{self.title}  {done}/{self.steps}  {text}", markup=False)
+
+
+def warn(line: str) -> None:
+    """One line about something that went wrong."""
+    make_console().print(f"warning: {line}", markup=False)
 
 
 def make_console(main: bool = True) -> Console:

@@ -33,34 +33,34 @@ def recipe(config: Config) -> list[Row]:
     data, config["data"] = common.open_data(config["data"], run=source)
     config["out"] = config["out"] or common.default_out("finetune", Path(source).name, data.name)
     accelerator = common.start(training, Path(config["out"]), config)
-    run = Run(config["out"], config, main=accelerator.is_main_process)
-    console = make_console(accelerator.is_main_process)
-    banner(
-        console,
-        "Fine-tuning",
-        **{"from": f"{source} ({description.get('objective', '?')} on {description.get('data', '?')})"},
-        data=common.data_line(data),
-        out=run.out,
-    )
-    rows = call(
-        "finetune",
-        finetune,
-        config["finetune"],
-        source,
-        data,
-        training=training,
-        optim=config["optim"],
-        schedule=config["schedule"],
-        accelerator=accelerator,
-        run=run,
-        show=True,
-    )
-    for tracker in accelerator.trackers:
-        tracker.finish()
-    if accelerator.is_main_process:
-        write_results(run.out, rows)
-        console.print(results_table(rows, num_test=len(data.labels("test"))))
-        console.print(f"written to {run.out / 'results.json'}")
+    with common.open_run(accelerator, config["out"], config, training) as run:
+        console = make_console(accelerator.is_main_process)
+        banner(
+            console,
+            "Fine-tuning",
+            **{"from": f"{source} ({description.get('objective', '?')} on {description.get('data', '?')})"},
+            data=common.data_line(data),
+            out=run.out,
+        )
+        rows = call(
+            "finetune",
+            finetune,
+            config["finetune"],
+            source,
+            data,
+            training=training,
+            optim=config["optim"],
+            schedule=config["schedule"],
+            accelerator=accelerator,
+            run=run,
+            show=True,
+        )
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        if accelerator.is_main_process:
+            write_results(run.out, rows)
+            console.print(results_table(rows, num_test=len(data.labels("test"))))
+            console.print(f"written to {run.out / 'results.json'}")
     return rows
 
 
@@ -136,7 +136,7 @@ def finetune(
         source_rows = data.train if len(drawn) == len(data.train) else data.train.select(drawn)
         steps, batch_size = common.settle(training, len(drawn), is_small=common.small(data))
         if per_class is not None:  # few images: as many of them in a batch as there are
-            pieces = 2 * accelerator.num_processes * training.accumulation
+            pieces = 2 * accelerator.num_processes * (training.accumulation or 1)
             batch_size = min(batch_size, max(pieces, len(drawn) // pieces * pieces))
         common.train(
             objective,

@@ -23,7 +23,6 @@ from mpp.objectives.mpp import to_pixels
 from mpp.recipes import common
 from mpp.recipes.configuration import Config, call, main
 from mpp.recipes.display import banner, make_console, results_table
-from mpp.train import Run
 from mpp.weights import build_encoder, describe, load_encoder
 
 Function = Callable[[Tensor], Tensor]
@@ -39,30 +38,30 @@ def recipe(config: Config) -> list[Row]:
     data, config["data"] = common.open_data(config["data"], run=source)
     config["out"] = config["out"] or common.default_out("linear_probe", Path(source).name, data.name)
     accelerator = common.start(training)
-    run = Run(config["out"], config, main=accelerator.is_main_process)
-    console = make_console(accelerator.is_main_process)
-    banner(
-        console,
-        "Linear probe",
-        **{"from": f"{source} ({description.get('objective', '?')} on {description.get('data', '?')})"},
-        data=common.data_line(data),
-        out=run.out,
-    )
-    rows = call(
-        "probe",
-        probe,
-        config["probe"],
-        source,
-        data,
-        accelerator=accelerator,
-        seed=training.seed,
-        workers=training.workers,
-        say=console.print,
-    )
-    if accelerator.is_main_process:
-        write_results(run.out, rows)
-        console.print(results_table(rows, num_test=len(data.labels("test"))))
-        console.print(f"written to {run.out / 'results.json'}")
+    with common.open_run(accelerator, config["out"], config, training) as run:
+        console = make_console(accelerator.is_main_process)
+        banner(
+            console,
+            "Linear probe",
+            **{"from": f"{source} ({description.get('objective', '?')} on {description.get('data', '?')})"},
+            data=common.data_line(data),
+            out=run.out,
+        )
+        rows = call(
+            "probe",
+            probe,
+            config["probe"],
+            source,
+            data,
+            accelerator=accelerator,
+            seed=training.seed,
+            workers=training.workers,
+            say=console.print,
+        )
+        if accelerator.is_main_process:
+            write_results(run.out, rows)
+            console.print(results_table(rows, num_test=len(data.labels("test"))))
+            console.print(f"written to {run.out / 'results.json'}")
     return rows
 
 

@@ -5,6 +5,7 @@ accelerate launch recipes/pretrain.py out=runs/a data=folder data.path=DIR encod
 
 import json
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,21 @@ PICTURES = (
 LABELLED_PATCHES = 131072  # whose labels give the entropy that a loss is compared with
 
 
-def pretrain(config: Config) -> Path:
-    """Run the recipe; returns the run folder."""
+@dataclass
+class Job:
+    """What a configuration stands for: `prepare` builds it, and settles what the configuration left open."""
+
+    training: common.Training
+    data: Data
+    encoder: Encoder
+    objective: nn.Module
+    images: Images
+    steps: int
+    batch_size: int
+
+
+def prepare(config: Config) -> Job:
+    """Build data, encoder and objective, and fill in what `config` leaves open."""
     training = call("train", common.Training, config["train"])
     data, config["data"] = common.open_data(config["data"])
     config["encoder"] |= {
@@ -57,43 +71,51 @@ def pretrain(config: Config) -> Path:
     config["out"] = config["out"] or common.default_out(
         "pretrain", data.name, encoder.name, config["objective"]["name"] * (config["objective"]["name"] != "mpp")
     )
-    out = Path(config["out"])
-
-    accelerator = common.start(training, out, config)
-    run = Run(out, config, main=accelerator.is_main_process, after=("probe", "finetune", "few"))
     images = Images(data.train, data.transform(encoder.size), channels=encoder.channels, seed=training.seed)
-    extra = label_entropy(objective, images)
-    console = make_console(accelerator.is_main_process)
-    banner(
-        console,
-        "Pre-training by masked patch prediction" if objective.name == "mpp" else "Pre-training with labels",
-        data=common.data_line(data),
-        encoder=common.describe_encoder(encoder),
-        objective=objective_line(objective, extra),
-        training=f"{steps:,} steps of {batch_size} images, {steps * batch_size / len(data.train):.1f} epochs; "
-        f"{config['optim']['opt']}, learning rate {config['optim']['lr']:g}",
-        machine=machine_line(accelerator, batch_size, training.accumulation),
-        out=str(out) + (f", continued from step {run.step()}" if run.step() else ""),
-    )
-    with Display("pre-training", steps, main=accelerator.is_main_process) as display:
-        common.train(
-            objective,
-            images,
-            training=training,
-            steps=steps,
-            batch_size=batch_size,
-            optim=config["optim"],
-            schedule=config["schedule"],
-            accelerator=accelerator,
-            run=run,
-            display=display,
-            extra=extra,
+    return Job(training, data, encoder, objective, images, steps, batch_size)
+
+
+def pretrain(config: Config) -> Path:
+    """Run the recipe; returns the run folder."""
+    job = prepare(config)
+    training, data, objective, steps, batch_size = job.training, job.data, job.objective, job.steps, job.batch_size
+    out = Path(config["out"])
+    accelerator = common.start(training, out, config)
+    accumulation = common.split_batch(training, batch_size, accelerator.num_processes)
+    with common.open_run(accelerator, out, config, training, after=("probe", "finetune", "few")) as run:
+        extra = label_entropy(objective, job.images)
+        console = make_console(accelerator.is_main_process)
+        banner(
+            console,
+            "Pre-training by masked patch prediction" if objective.name == "mpp" else "Pre-training with labels",
+            data=common.data_line(data),
+            encoder=common.describe_encoder(job.encoder),
+            objective=objective_line(objective, extra),
+            training=f"{steps:,} steps of {batch_size} images, {steps * batch_size / len(data.train):.1f} epochs; "
+            f"{config['optim']['opt']}, learning rate {config['optim']['lr']:g}",
+            machine=machine_line(accelerator, batch_size, accumulation),
+            out=str(out) + (f", continued from step {run.step()}" if run.step() else ""),
+            changed="; ".join(run.changed),
         )
-    if accelerator.is_main_process:
-        finish(objective, encoder, run, data, console)
-    accelerator.wait_for_everyone()
-    for tracker in accelerator.trackers:
-        tracker.finish()
+        with Display("pre-training", steps, main=accelerator.is_main_process) as display:
+            common.train(
+                objective,
+                job.images,
+                training=training,
+                steps=steps,
+                batch_size=batch_size,
+                optim=config["optim"],
+                schedule=config["schedule"],
+                accelerator=accelerator,
+                run=run,
+                display=display,
+                extra=extra,
+            )
+        if accelerator.is_main_process:
+            finish(objective, job.encoder, run, data, console)
+        accelerator.wait_for_everyone()
+        for tracker in accelerator.trackers:
+            tracker.finish()
     return out
 
 

@@ -38,40 +38,41 @@ def quickstart(config: Config) -> Path:
     training = call("train", common.Training, config["train"])
     few = replace(training, epochs=None, steps=length["steps"], batch_size=length["batch_size"])
     accelerator = common.start(training)
-    console = make_console(accelerator.is_main_process)
+    with common.open_run(accelerator, out, config, training, after=("probe", "finetune", "few")):
+        console = make_console(accelerator.is_main_process)
 
-    console.print("\n[bold]Linear probe[/bold]")
-    rows = call(
-        "probe",
-        probe,
-        config["probe"],
-        out,
-        data,
-        accelerator=accelerator,
-        seed=training.seed,
-        workers=training.workers,
-        say=console.print,
-    )
-    console.print("\n[bold]Fine-tuning with few labels[/bold]")
-    rows += call(
-        "finetune",
-        finetune,
-        config["finetune"],
-        out,
-        data,
-        training=few,
-        optim=config["optim"],
-        schedule=config["schedule"],
-        accelerator=accelerator,
-        show=True,
-    )
-    if accelerator.is_main_process:
-        write_results(out, rows)
-        console.print()
-        console.print(results_table(rows, num_test=num_test))
-        console.print(NOTE.format(held_out=config["finetune"]["held_out"], steps=few.steps), markup=False)
-        page = write_run_report(out, rows, config, chance=1 / len(data.classes or (0,)))
-        console.print(f"\n{clock(time.monotonic() - began)} in all. Open {page}; everything else is in {out}/")
+        console.print("\n[bold]Linear probe[/bold]")
+        rows = call(
+            "probe",
+            probe,
+            config["probe"],
+            out,
+            data,
+            accelerator=accelerator,
+            seed=training.seed,
+            workers=training.workers,
+            say=console.print,
+        )
+        console.print("\n[bold]Fine-tuning with few labels[/bold]")
+        rows += call(
+            "finetune",
+            finetune,
+            config["finetune"],
+            out,
+            data,
+            training=few,
+            optim=config["optim"],
+            schedule=config["schedule"],
+            accelerator=accelerator,
+            show=True,
+        )
+        if accelerator.is_main_process:
+            write_results(out, rows)
+            console.print()
+            console.print(results_table(rows, num_test=num_test))
+            console.print(NOTE.format(held_out=config["finetune"]["held_out"], steps=few.steps), markup=False)
+            page = write_run_report(out, rows, config, chance=1 / len(data.classes or (0,)))
+            console.print(f"\n{clock(time.monotonic() - began)} in all. Open {page}; everything else is in {out}/")
     return out
 
 

@@ -59,8 +59,15 @@ class Plan:
 
     def micro_batch(self, step: int, micro: int) -> tuple[int, torch.Tensor]:
         """Epoch and sample ids int64 (size,) of this process's `micro`-th micro-batch of a step."""
+        return self._slice(step, (micro * self.world + self.rank) * self.size, self.size)
+
+    def batch(self, step: int) -> tuple[int, torch.Tensor]:
+        """Epoch and sample ids int64 (batch_size,) of a step's global batch."""
+        return self._slice(step, 0, self.batch_size)
+
+    def _slice(self, step: int, start: int, size: int) -> tuple[int, torch.Tensor]:
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         if self._order[0] != epoch:
             self._order = (epoch, Permutation(self.num_samples, fold(self.seed, "order", epoch)))
-        start = step_in_epoch * self.batch_size + (micro * self.world + self.rank) * self.size
-        return epoch, self._order[1](torch.arange(start, start + self.size))
+        start += step_in_epoch * self.batch_size
+        return epoch, self._order[1](torch.arange(start, start + size))

@@ -1,17 +1,25 @@
-"""Checkpoints without pickle: a folder with two safetensors files and one JSON, complete or not there at all.
+"""Checkpoints without pickle: a folder that is complete or not there at all, and that knows its own checksums.
 
     checkpoints/step-00001000/model.safetensors      the objective's state dict
+                              ema.safetensors        its running average, if one is kept
                               optimizer.safetensors  "<parameter>|<moment>" for each optimizer moment
                               state.json             the step and what the caller adds
+                              manifest.json          size and SHA-256 of each of these files
 
-A checkpoint is written to a hidden folder beside, flushed to disk and renamed, so that a crash leaves the one before.
-There is no state of generators or samplers to save: data and randomness are functions of the step.
+A checkpoint is copied to host memory, then written by a thread to a hidden folder beside, flushed to disk and renamed.
+Only then are older ones removed, so a crash at any byte leaves the one before. There is no state of generators or
+samplers to save: data and randomness are functions of the step.
 """
 
+import errno
+import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +31,102 @@ from torch import Tensor, nn
 from mpp.errors import UserError
 
 _NAME = re.compile(r"step-(\d{8,})")
+_MANIFEST = "manifest.json"
 
 
-def save_checkpoint(
-    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: int = 2, **state: Any
+# ---------------------------------------------------------------------------------------------------- to host memory
+
+
+@dataclass
+class Snapshot:
+    """A copy in host memory of everything that is trained: file names -> tensors, and what optimizers keep as numbers.
+
+    As float32 tensors such numbers would be rounded, so they go to state.json.
+    """
+
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, model: nn.Module, optimizer: torch.optim.Optimizer, ema: nn.Module | None = None) -> None:
+        """Copy the present state, into the memory of the copy before where there was one."""
+        moments = _moments(model, optimizer)
+        parts = {
+            "model.safetensors": model.state_dict(),
+            "optimizer.safetensors": {key: value for key, value in moments.items() if isinstance(value, Tensor)},
+        }
+        if ema is not None:
+            parts["ema.safetensors"] = ema.state_dict()
+        self.tensors = {file: self._copy(file, tensors) for file, tensors in parts.items()}
+        self.numbers = {key: value for key, value in moments.items() if not isinstance(value, Tensor)}
+        if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+            torch.accelerator.synchronize()  # the copies were only queued
+
+    def _copy(self, file: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        before, copies = self.tensors.get(file, {}), {}
+        for name, tensor in tensors.items():
+            host, on_cpu = before.get(name), tensor.device.type == "cpu"
+            if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+            copies[name] = host.copy_(tensor.detach(), non_blocking=not on_cpu)
+        return copies
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
+
+
+# ---------------------------------------------------------------------------------------------------- to disk
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    snapshot: Snapshot,
+    state: dict[str, Any] | None = None,
+    *,
+    keep: int = 2,
+    keep_every: int | None = None,
+    flush: Iterable[Path] = (),
 ) -> Path:
-    """Write the checkpoint of a step and then remove all but the last `keep`. Call it on one process alone.
+    """Write the checkpoint of a step, then remove all but the last `keep` and every `keep_every`-th step.
+
+    Args:
+        folder: of all checkpoints.
+        step: steps done.
+        snapshot: what to write.
+        state: JSON-like, joins state.json.
+        keep, keep_every: what remains; see above.
+        flush: files that must be on disk before this checkpoint is: the metrics of its steps.
 
     Raises:
         OSError: the disk is full or read-only; earlier checkpoints are untouched.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final, beside = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
+    if shutil.disk_usage(folder).free < 1.1 * snapshot.num_bytes:
+        # Rather than fill a disk that others write to as well.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
     try:
-        save_file(_on_cpu(model.state_dict()), beside / "model.safetensors")
-        moments = _moments(model, optimizer)
-        tensors = {key: value for key, value in moments.items() if isinstance(value, Tensor)}
-        save_file(_on_cpu(tensors), beside / "optimizer.safetensors")
-        # What an optimizer keeps as Python numbers comes back as such: as float32 tensors they would be rounded.
-        numbers = {key: value for key, value in moments.items() if not isinstance(value, Tensor)}
-        description = {"step": step, "optimizer_numbers": numbers, **state}
-        (beside / "state.json").write_text(json.dumps(description, indent=2) + "\n")
-        for path in (*beside.iterdir(), beside):
+        for file, tensors in snapshot.tensors.items():
+            _save(tensors, beside / file)
+        _write_json(beside / "state.json", {"step": step, "optimizer_numbers": snapshot.numbers, **(state or {})})
+        written = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in beside.iterdir()}
+        _write_json(beside / _MANIFEST, written)
+        for path in (*flush, *beside.iterdir(), beside):
             _flush(path)
-        if final.exists():
-            shutil.rmtree(final)
+        if final.exists():  # of a timeline that was left
+            remove(final)
         beside.rename(final)
         _flush(folder)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    for _, old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+    for old, path in checkpoints(folder)[:-keep]:
+        if not keep_every or old == 0 or old % keep_every:
+            remove(path)
     return final
 
 
@@ -68,28 +138,113 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Restore model and optimizer in place; returns state.json.
+def remove(path: Path) -> None:
+    """Remove a checkpoint: first its name, so that a crash leaves no half of one."""
+    trash = path.with_name(f".trash-{path.name}")
+    shutil.rmtree(trash, ignore_errors=True)
+    path.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def clean(folder: Path) -> None:
+    """Remove what a crash left half written or half removed."""
+    for pattern in (".writing-*", ".trash-*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def verify(path: Path) -> str:
+    """What is wrong with a checkpoint by its own manifest, in words, or ""."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text())
+        for name, wanted in manifest.items():
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != wanted["bytes"]:
+                return f"{name} has {file.stat().st_size:,} bytes instead of {wanted['bytes']:,}"
+            if _sha256(file) != wanted["sha256"]:
+                return f"{name} has another checksum"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{_MANIFEST} cannot be read ({error})"
+    missing = {"model.safetensors", "optimizer.safetensors", "state.json"} - manifest.keys()
+    return f"{_MANIFEST} lacks {', '.join(sorted(missing))}" if missing else ""
+
+
+def put_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is neither used nor rotated away."""
+    numbers = (f"damaged-{path.name}" + (f"-{i}" if i else "") for i in range(1000))
+    aside = next(path.with_name(name) for name in numbers if not path.with_name(name).exists())
+    path.rename(aside)
+    return aside
+
+
+class Writer:
+    """Writes checkpoints in a thread, one at a time; a save waits for the one before and then only for the copy."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._snapshot = Snapshot()
+        self._pending: Future[Path] | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether `wait` has an outcome to tell."""
+        return self._pending is not None
+
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ema: nn.Module | None = None,
+        **how: Any,
+    ) -> None:
+        """Copy the state and leave the rest of `write_checkpoint` to the thread; first call `wait`."""
+        assert self._pending is None
+        self._snapshot.take(model, optimizer, ema)
+        self._pending = self._thread.submit(write_checkpoint, folder, step, self._snapshot, **how)
+
+    def wait(self, *, block: bool = True) -> OSError | None:
+        """The outcome of the last save: None if it went well or, without `block`, is still being written."""
+        if self._pending is None or (not block and not self._pending.done()):
+            return None
+        pending, self._pending = self._pending, None
+        try:
+            pending.result()
+        except OSError as error:
+            return error
+        except SafetensorError as error:  # what safetensors makes of a write that fails
+            return OSError(errno.EIO, str(error))
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------- back
+
+
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, ema: nn.Module | None = None
+) -> dict[str, Any]:
+    """Restore model, optimizer and running average in place; returns state.json.
 
     Raises:
         UserError: the files are damaged or of another model.
     """
     try:
+        if problem := verify(path):
+            raise ValueError(problem)
         state = json.loads((path / "state.json").read_text())
         model.load_state_dict(load_file(path / "model.safetensors"))
         if optimizer is not None:
             saved = {**load_file(path / "optimizer.safetensors"), **state.pop("optimizer_numbers")}
             _set_moments(model, optimizer, saved)
+        if ema is not None:
+            ema.load_state_dict(load_file(path / "ema.safetensors"))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"cannot resume from {path} ({reason}); remove that folder to continue from the one before"
-        ) from error
+        raise UserError(f"cannot resume from {path} ({reason})") from error
     return dict(state)
-
-
-def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -112,6 +267,8 @@ def _set_moments(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict
         number.update(zip(group["params"], numbered["params"], strict=True))
     by_name = dict(model.named_parameters())
     moments: dict[int, dict[str, Any]] = {}
+    for group in state["param_groups"]:  # of a step that rolled back, where nothing was remembered yet
+        group.pop("step", None)
     for key, value in saved.items():
         name, moment = key.rsplit("|", 1)
         if name.isdecimal():
@@ -121,6 +278,22 @@ def _set_moments(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict
     optimizer.load_state_dict({**state, "state": moments})
     if _moments(model, optimizer).keys() != saved.keys():
         raise ValueError("this optimizer does not take back what it remembered")
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -2,7 +2,12 @@
 
 out/config.yaml        the resolved configuration
     environment.json   versions, commit, machine, processes
+    status.json        running, finished, preempted or failed, at which step, and the exit code that launchers hide
     metrics.jsonl      one line for each logging interval
+    trace.jsonl        one line a step, checksums of what was trained on, if asked for
+    bad_images.txt     images that could not be read and were replaced, if there are any
+    skipped.jsonl      steps that were left out after a rollback, with their sample ids, if there are any
+    faults/            the checkpoints those rollbacks went back to, for `python -m mpp.replay`
     checkpoints/       see checkpoint.py
     encoder/           the exported encoder (weights.py)
 """
@@ -10,119 +15,357 @@ out/config.yaml        the resolved configuration
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from mpp.errors import LocalError, UserError
-from mpp.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from mpp.train.checkpoint import Writer, checkpoints, clean, load_checkpoint, put_aside, remove, verify
+from mpp.train.lock import Lock
+from mpp.train.stopping import Preempted
 
-# What may differ between the run that was and the one that continues it: nothing here changes what is learned.
-MAY_CHANGE = (
+# What may differ between the run that was and the one that continues it. Samples, crops, masks and the size of the
+# batch do not depend on any of these; `train.steps` stretches the schedule.
+MAY_CHANGE = {
     "out",
+    "train.steps",
+    "train.epochs",
+    "train.accumulation",
+    "train.max_batch_per_device",
     "train.workers",
     "train.log_every",
     "train.save_every",
     "train.keep",
+    "train.keep_every",
     "train.tracker",
-)
+    "train.trace",
+    "train.spike",
+    "train.max_rollbacks",
+    "train.max_bad",
+}
 PACKAGES = ("torch", "timm", "accelerate", "datasets", "hydra-core", "einops", "numpy", "pillow", "safetensors")
+Result = TypeVar("Result")
 
 
 class Run:
-    """One run's folder. Only the main process writes.
+    """One run's folder, held against other processes until `close` or the end of the `with` block. Only the main
+    process reads and writes it, but for `restore`.
 
     Args:
         out: the folder; made if it is not there.
         config: the resolved configuration, JSON-like.
         main: whether this is the main process.
         after: groups of the configuration that come after training and may differ when a run is continued.
+        keep, keep_every: checkpoints to keep: the last so many, and those of every so many-th step.
+
+    Attributes:
+        changed: "key: before -> now" of what differs from the run that is continued, all of it allowed.
 
     Raises:
-        UserError: the folder holds a run with another configuration, names the keys; or it cannot be written.
+        UserError: the folder is in use, holds a run with another configuration (names the keys), or cannot be written.
     """
 
     def __init__(
-        self, out: str | Path, config: dict[str, Any], *, main: bool = True, after: tuple[str, ...] = ()
+        self,
+        out: str | Path,
+        config: dict[str, Any],
+        *,
+        main: bool = True,
+        after: tuple[str, ...] = (),
+        keep: int = 2,
+        keep_every: int | None = None,
     ) -> None:
+        if keep < 2:
+            raise UserError(f"train.keep={keep}: keep at least 2 checkpoints, so that there is one to fall back to")
         self.out, self.config, self.main = Path(out), config, main
         self.checkpoints = self.out / "checkpoints"
-        self._metrics = self.out / "metrics.jsonl"
-        self._check((*MAY_CHANGE, *(f"{group}." for group in after)))
-        if main:
-            try:
-                self.out.mkdir(parents=True, exist_ok=True)
-                replace_text(self.out / "config.yaml", to_yaml(config))
-            except OSError as error:
-                raise UserError(f"out={self.out}: cannot write there ({error.strerror})") from error
+        self.metrics, self.trace = Lines(self.out / "metrics.jsonl"), Lines(self.out / "trace.jsonl")
+        self.bad_images, self._skipped = self.out / "bad_images.txt", self.out / "skipped.jsonl"
+        self.changed: list[str] = []
+        self.save_failed = ""
+        self._keep, self._keep_every = keep, keep_every
+        self._writer, self._began, self._last = Writer(), time.strftime("%Y-%m-%dT%H:%M:%S%z"), 0
+        self._lock: Lock | None = None
+        if not main:
+            return
+        try:
+            self._lock = Lock(self.out)
+            self._check(after)
+            clean(self.checkpoints)
+            replace_text(self.out / "config.yaml", to_yaml(config))
             write_json(self.out / "environment.json", environment())
+        except OSError as error:
+            self.close()
+            raise UserError(f"out={self.out}: cannot write there ({error.strerror})") from error
+        except UserError:
+            self.close()
+            raise
+        self.status("running", step=self.step())
 
-    def _check(self, may_change: tuple[str, ...]) -> None:
-        used = checkpoints(self.checkpoints) or (self.out / "results.json").is_file()
-        before = load_config(self.out) if used and (self.out / "config.yaml").is_file() else None
+    def _check(self, after: tuple[str, ...]) -> None:
+        before = load_config(self.out) if (self.out / "config.yaml").is_file() else None
         if before is None:
             return
         old, new = flatten(before), flatten(self.config)
-        changed = [
-            f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
+        groups = tuple(f"{group}." for group in after)
+        different = [
+            key
             for key in sorted(old.keys() | new.keys())
-            if not key.startswith(may_change) and old.get(key) != new.get(key)
+            if old.get(key) != new.get(key) and not key.startswith(groups)
         ]
-        if changed:
+        differences = {key: f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}" for key in different}
+        refused = [line for key, line in differences.items() if key not in MAY_CHANGE]
+        if self.step() == 0 and not (self.out / "results.json").is_file():
+            if refused:  # nothing was trained yet: what another configuration left is of no use
+                for _, path in checkpoints(self.checkpoints):
+                    remove(path)
+                for path in (self._skipped, self.bad_images):
+                    path.unlink(missing_ok=True)
+            return
+        if refused:
             raise UserError(
-                f"{self.out} holds a run with another configuration ({'; '.join(changed[:5])}); "
+                f"{self.out} holds a run with another configuration ({'; '.join(refused)}); "
                 "continue it with its own, or choose another out="
             )
+        self.changed = [line for key, line in differences.items() if key != "out"]
+
+    # ------------------------------------------------------------------ its end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Preempted):
+            self.status("preempted", exit_code=error.exit_code, signal=error.signal)
+        elif isinstance(error, KeyboardInterrupt):
+            self.status("preempted", exit_code=130, signal="SIGINT")
+        elif error is not None:
+            code, name = (2, "") if isinstance(error, UserError) else (1, f"{type(error).__name__}: ")
+            self.status("failed", exit_code=code, message=f"{name}{error}")
+        else:
+            self.status("finished", exit_code=0)
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written, and let others have the folder."""
+        self._writer.wait()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def status(self, state: str, *, step: int | None = None, **more: Any) -> None:
+        """Write status.json (main process); a disk that takes nothing is no reason to stop."""
+        self._last = self._last if step is None else step
+        now = {
+            "state": state,
+            "step": self._last,
+            **more,
+            "process": os.getpid(),
+            "host": platform.node(),
+            "began": self._began,
+            "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        if self.main:
+            with suppress(OSError):
+                write_json(self.out / "status.json", now)
+
+    # ------------------------------------------------------------------ checkpoints
 
     def step(self) -> int:
         """Steps done at the last checkpoint, 0 without one."""
         found = checkpoints(self.checkpoints)
         return found[-1][0] if found else 0
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Continue from the last checkpoint, if there is one: restores in place and returns the step to do next."""
-        found = checkpoints(self.checkpoints)
-        step = int(load_checkpoint(found[-1][1], model, optimizer)["step"]) if found else 0
-        if self.main and self._metrics.is_file():
+    def saved_steps(self) -> list[int]:
+        """Steps of all checkpoints, oldest first."""
+        return [step for step, _ in checkpoints(self.checkpoints)]
+
+    def choose(self, at_most: int | None = None, say: Callable[[str], object] = print) -> int | None:
+        """The step of the last sound checkpoint, None if there is none at all (main process).
+
+        Damaged ones are renamed to `damaged-...` and `say` hears of it. Those after `at_most` are removed: they belong
+        to a timeline that is left.
+
+        Raises:
+            UserError: there were checkpoints, and all of them are damaged.
+        """
+        for step, path in reversed(checkpoints(self.checkpoints)):
+            if at_most is not None and step > at_most:
+                remove(path)
+            elif problem := verify(path):
+                say(f"checkpoint {path} is damaged ({problem}); kept as {put_aside(path).name}, using the one before")
+            else:
+                return step
+        if damaged := sorted(self.checkpoints.glob("damaged-*")):
+            raise UserError(
+                f"every checkpoint in {self.checkpoints} is damaged ({', '.join(path.name for path in damaged)}); "
+                "bring one back, or remove the folder to start from the beginning"
+            )
+        return None
+
+    def restore(
+        self, step: int | None, model: nn.Module, optimizer: torch.optim.Optimizer, ema: nn.Module | None = None
+    ) -> dict[str, Any]:
+        """Go to the checkpoint of a step (every process), and drop the lines of later steps (main process).
+
+        Returns:
+            state.json; {"step": 0} for None, where model and optimizer are left as they are.
+
+        Raises:
+            UserError: it is damaged or of another model.
+            LocalError: this process does not see it.
+        """
+        state: dict[str, Any] = {"step": 0}
+        if step is not None:
+            path = self.checkpoints / f"step-{step:08d}"
+            if not path.is_dir():
+                raise LocalError(f"{path} is not there for every process; give every machine the same run folder")
+            state = load_checkpoint(path, model, optimizer, ema)
+        if self.main:
             # Lines after the checkpoint belong to steps that will be done again.
-            lines = [line for line in self._metrics.read_text().splitlines() if _step_of(line) <= step]
-            replace_text(self._metrics, "".join(line + "\n" for line in lines))
-        return step
+            self.metrics.truncate(state["step"])
+            self.trace.truncate(state["step"])
+            self.status("running", step=state["step"])
+        return state
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: int = 2) -> None:
-        """Write a checkpoint (main process)."""
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ema: nn.Module | None = None,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        """Begin to write a checkpoint (main process); `saved` tells how it went."""
         if self.main:
-            world = os.environ.get("WORLD_SIZE", "1")
-            with self._writing():
-                save_checkpoint(self.checkpoints, step, model, optimizer, keep=keep, world=world)
+            assert self._writer.wait() is None, "ask `saved` first"
+            also = {**(state or {}), "world": int(os.environ.get("WORLD_SIZE", "1"))}
+            lines = [lines.path for lines in (self.metrics, self.trace) if lines.path.is_file()]
+            how = {"keep": self._keep, "keep_every": self._keep_every, "flush": lines, "state": also}
+            self._writer.save(self.checkpoints, step, model, optimizer, ema, **how)
+            self.status("running", step=step)
 
-    def log(self, row: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl (main process)."""
+    def saved(self, *, block: bool = True) -> str:
+        """Wait for the checkpoint that is being written, if any: what went wrong with it, or "" (main process).
+
+        `save_failed` holds the outcome of the last one. Without `block`, "" also if it is still being written.
+        """
+        writing = self._writer.pending
+        error = self._writer.wait(block=block)
+        if error is not None:
+            self.save_failed = f"cannot write a checkpoint to {self.checkpoints} ({error.strerror or error})"
+            return self.save_failed
+        if writing and not self._writer.pending:
+            self.save_failed = ""
+        return ""
+
+    # ------------------------------------------------------------------ lines
+
+    def log(self, row: dict[str, Any]) -> str:
+        """Append a line to metrics.jsonl (main process); what went wrong, or "". Lines that the disk does not take are
+        written with the next one."""
+        return self.metrics.append([row]) if self.main else ""
+
+    def skipped(self) -> list[dict[str, Any]]:
+        """The rows of skipped.jsonl: steps `first` to `last` that are left out, `reason`, `ids` of each step."""
+        return _rows(self._skipped)
+
+    def skip(self, row: dict[str, Any], checkpoint: int | None) -> None:
+        """Append to skipped.jsonl, and keep the checkpoint that training goes back to (main process)."""
+        text = "".join(json.dumps(one) + "\n" for one in (*self.skipped(), row))
+        replace_text(self._skipped, text)
+        if checkpoint is not None:
+            kept = self.out / "faults" / f"step-{row['first']:08d}" / "checkpoints"
+            shutil.rmtree(kept, ignore_errors=True)
+            source = self.checkpoints / f"step-{checkpoint:08d}"
+            shutil.copytree(source, kept / source.name, copy_function=_link)
+
+    def known_bad(self) -> dict[int, str]:
+        """The lines of bad_images.txt: number of the sample -> file and reason."""
+        if not self.bad_images.is_file():
+            return {}
+        lines = (line.split("\t", 1) for line in self.bad_images.read_text().splitlines())
+        return {int(number): message for number, message in lines}
+
+    def note_bad(self, bad: dict[int, str]) -> None:
+        """Append to bad_images.txt (main process)."""
         if self.main:
-            with self._writing(), self._metrics.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            with suppress(OSError), self.bad_images.open("a") as file:
+                file.writelines(f"{number}\t{message}\n" for number, message in bad.items())
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """A full disk, say, as one line."""
+
+class Lines:
+    """A file of JSON lines, each with its `step`, that loses none to a full disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._unwritten: list[str] = []
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> str:
+        """Add lines; what went wrong, or ""."""
+        self._unwritten += [json.dumps(row) + "\n" for row in rows]
+        whole = self.path.stat().st_size if self.path.is_file() else 0
         try:
-            yield
+            with self.path.open("a") as file:
+                file.write("".join(self._unwritten))
         except OSError as error:
-            reason = error.strerror or error
-            raise LocalError(f"out={self.out}: cannot write ({reason}); what was saved before is whole") from error
+            with suppress(OSError):
+                os.truncate(self.path, whole)  # no halves of lines
+            return f"cannot write {self.path} ({error.strerror or error}); its lines are kept for later"
+        self._unwritten.clear()
+        return ""
+
+    def truncate(self, step: int) -> None:
+        """Drop lines of steps after `step`, and what a crash cut short."""
+        self._unwritten.clear()
+        if self.path.is_file():
+            lines = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
+            replace_text(self.path, "".join(line + "\n" for line in lines))
+
+
+def on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
+    """What `function` returns on the main process, on every process; a UserError is raised on every one as well."""
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = function()
+        except UserError as error:
+            outcome[1] = str(error)
+    result, error_text = broadcast_object_list(outcome)
+    if error_text is not None:
+        raise UserError(error_text)
+    return result
 
 
 def read_metrics(out: str | Path) -> list[dict[str, Any]]:
     """All lines of a run folder's metrics.jsonl, none without it."""
-    file = Path(out) / "metrics.jsonl"
+    return _rows(Path(out) / "metrics.jsonl")
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def _link(source: str, target: str) -> None:
+    """A second name for a file, or a copy where there are no such names."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _step_of(line: str) -> float:
@@ -168,8 +411,15 @@ def write_json(path: Path, content: Any) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Write a file in one step: another process reads the old text or the new one, never a part."""
     beside = path.with_name(f".{path.name}")
-    beside.write_text(text)
-    beside.replace(path)
+    try:
+        with beside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or a machine that loses power may keep the new name of an empty file
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def environment() -> dict[str, Any]:
