@@ -7,6 +7,7 @@ to `forward_features`, bit for bit.
 """
 
 import difflib
+import re
 from typing import Any, NamedTuple
 
 import timm
@@ -49,10 +50,11 @@ class Encoder(nn.Module):
         channels: channels of the images.
         mean, std: per channel, of pixels in [0, 1]; None takes the model's own for 3 channels and 0.5, 0.5 otherwise
             (which maps pixels to [-1, 1], as the paper's code does).
-        **timm_kwargs: passed to `timm.create_model`, for example `drop_path_rate=0.1` or `depth=6`.
+        **timm_kwargs: passed to `timm.create_model`, for example `drop_path_rate=0.1` or `depth=6`. Plain values alone,
+            and none that make timm read files or fetch what the name does not stand for: they may come from a stranger.
 
     Raises:
-        UserError: no such model, not a ViT, or an image size that the patches do not divide.
+        UserError: no such model, not a ViT, an argument of that kind, or an image size that the patches do not divide.
     """
 
     _mean: Tensor
@@ -210,7 +212,36 @@ def _check_divisible(name: str, size: tuple[int, int], patch: tuple[int, int]) -
         )
 
 
+# Arguments with which timm reads or fetches what somebody names, or builds something that is not the model.
+NOT_TAKEN = frozenset({
+    "cache_dir", "checkpoint_path", "device", "dtype", "exportable", "feature_cfg", "feature_cls", "features_only",
+    "in_chans", "kwargs_filter", "model_cfg", "model_cls", "model_name", "no_jit", "out_indices", "pretrained_cfg",
+    "pretrained_cfg_overlay", "pretrained_filter_fn", "pretrained_model_args", "pretrained_strict", "pruned",
+    "scriptable", "use_naflex", "variant",
+})  # fmt: skip
+
+
+def _check_arguments(name: str, kwargs: dict[str, Any]) -> None:
+    """Raises UserError for what a description of a model has no business to hold."""
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+        raise UserError(f"encoder.name={name!r} is not the name of a timm model, without scheme or path")
+    for key, value in kwargs.items():
+        if key in NOT_TAKEN:
+            raise UserError(f"encoder.{key} cannot be used: an encoder is built from its name and its shape alone")
+        if not _is_plain(value):
+            raise UserError(f"encoder.{key} must be a number, text, true, false, null or a list of these, got {value}")
+    if not isinstance(kwargs.get("pretrained", False), bool):
+        raise UserError(f"encoder.pretrained must be true or false, got {kwargs['pretrained']}")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 def _create(name: str, channels: int, kwargs: dict[str, Any]) -> VisionTransformer:
+    _check_arguments(name, kwargs)
     if not timm.is_model(name.split(".")[0]):
         near = difflib.get_close_matches(name, timm.list_models(), n=3)
         raise UserError(f"encoder.name={name} is not a timm model" + (f"; near: {', '.join(near)}" if near else ""))
@@ -225,7 +256,7 @@ def _create(name: str, channels: int, kwargs: dict[str, Any]) -> VisionTransform
             raise UserError(f"encoder.{refused} cannot be used: {why}")
     try:
         vit = timm.create_model(name, in_chans=channels, **kwargs)
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+    except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, AttributeError, ArithmeticError) as error:
         raise UserError(_why_not(name, size, error)) from error
     if not isinstance(vit, VisionTransformer):
         raise UserError(_not_a_vit(name, vit))
@@ -243,7 +274,8 @@ def _why_not(name: str, size: tuple[int, int] | None, error: Exception) -> str:
     if size is not None and isinstance(projection := plain.patch_embed, HybridEmbed):
         ratio, patch = projection.feature_ratio, projection.patch_size
         _check_divisible(name, size, (patch[0] * ratio[0], patch[1] * ratio[1]))
-    return f"encoder.name={name} does not take these arguments: {error or type(error).__name__}"
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return f"encoder.name={name} does not take these arguments: {reason}"
 
 
 def _not_a_vit(name: str, model: nn.Module) -> str:

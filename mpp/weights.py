@@ -18,6 +18,7 @@ from mpp.encoder import Encoder
 from mpp.errors import UserError
 
 EXPORT = "encoder"
+PICKLES = (".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth", ".pyth", ".tar")
 
 
 def export_encoder(encoder: Encoder, folder: Path, **about: Any) -> Path:
@@ -40,6 +41,8 @@ def find_export(path: str | Path) -> Path:
     given = Path(path).expanduser()
     if not given.exists():
         raise UserError(f"from={path}: no such run folder or file")
+    if given.is_file() and given.suffix in PICKLES:
+        raise UserError(_no_pickles(path, given))
     folder = given.parent if given.suffix == ".safetensors" else given
     for candidate in (folder / EXPORT, folder):
         if (candidate / "model.safetensors").is_file() and (candidate / "config.json").is_file():
@@ -48,9 +51,18 @@ def find_export(path: str | Path) -> Path:
         raise UserError(
             f"from={path}: this run has not finished, it has no {EXPORT}/ yet; run its command again to continue it"
         )
+    if folder.is_dir() and (pickles := sorted(file for file in folder.iterdir() if file.suffix in PICKLES)):
+        raise UserError(_no_pickles(path, pickles[0]))
     raise UserError(
         f"from={path} is not a run: it holds no {EXPORT}/model.safetensors with its config.json; "
         "give the out= of a recipes/pretrain.py run"
+    )
+
+
+def _no_pickles(path: str | Path, file: Path) -> str:
+    return (
+        f"from={path}: {file.name} is not read, since such files are pickles, which can run code of whoever made them; "
+        "give the out= of a recipes/pretrain.py run, or a model.safetensors with its config.json"
     )
 
 
@@ -72,11 +84,24 @@ def describe(path: str | Path) -> dict[str, Any]:
 
 
 def build_encoder(path: str | Path, *, size: tuple[int, int] | None = None) -> Encoder:
-    """The architecture of an exported encoder with fresh weights, at another image size if asked."""
+    """The architecture of an exported encoder with fresh weights, at another image size if asked.
+
+    Raises:
+        UserError: not an export, or its description, which may be a stranger's, holds what `Encoder` does not take.
+    """
     config = describe(path)["mpp"]
-    config["size"] = size or config["size"]
+    config["size"] = size or config.get("size")
     arguments: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
-    return Encoder(**arguments)
+    try:
+        if "pretrained" in arguments:  # no export has it, and timm would fetch what nobody asked for
+            raise UserError("encoder.pretrained cannot be used here: the weights are beside the description")
+        return Encoder(**arguments)
+    except UserError as error:
+        raise UserError(f"from={path}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"from={path}: {find_export(path) / 'config.json'} does not describe an encoder ({error})"
+        ) from error
 
 
 def load_encoder(path: str | Path, *, size: tuple[int, int] | None = None) -> Encoder:
