@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mpp.errors import LocalError, UserError
+from mpp.stopping import Preempted, end_with_launcher, raise_on_signal
 from mpp.train.run import flatten
-from mpp.train.stopping import Preempted, end_with_launcher, raise_on_signal
 
 Result = TypeVar("Result")
 Config = dict[str, Any]
@@ -28,7 +28,7 @@ Config = dict[str, Any]
 def main(config_name: str, recipe: Callable[[Config], object]) -> None:
     """Run a recipe under hydra; what a user can put right is printed as one line, with exit code 2.
 
-    A signal that asks to stop ends it with `mpp.train.stopping.EXIT_CODE`, Ctrl-C with 130.
+    A signal that asks to stop ends it with `mpp.stopping.EXIT_CODE`, Ctrl-C with 130.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # so that hydra raises, and the line is ours
     end_with_launcher()

@@ -207,7 +207,9 @@ def panel(objective: MaskedPatchPrediction, data: Data, path: Path, *, rows: int
     Among the first images of a class it takes the first that is not nearly of one colour, whatever is predicted for it.
     """
     source = data.test if data.test is not None and len(data.test) > 1 else data.train
-    images = Images(source, data.transform(objective.encoder.size).evaluation(), channels=objective.encoder.channels)
+    transform = data.transform(objective.encoder.size).evaluation()
+    # For a picture, another image in place of one that cannot be read will do.
+    images = Images(source, transform, channels=objective.encoder.channels, strict=False)
     labels = np.asarray(source["label"]) if "label" in source.column_names else np.zeros(len(source), dtype=np.int64)
     groups = [np.flatnonzero(labels == label)[:32] for label in np.unique(labels)]
     chosen: list[int] = []

@@ -15,6 +15,7 @@ from mpp.data.plan import Plan
 from mpp.data.transforms import Transform, to_tensor
 from mpp.errors import LocalError
 from mpp.randomness import fold, fold_each
+from mpp.stopping import leave_to_parent
 
 Batch = dict[str, Any]
 ATTEMPTS = 8  # to find a readable image in place of one that is not
@@ -154,7 +155,9 @@ def read_batches(images: Images, index: list[Tensor], *, workers: int = 0, pin: 
 
 
 def _read(images: Images, which: Any, *, workers: int, pin: bool) -> Iterator[Batch]:
-    loader = DataLoader(images, batch_size=None, sampler=which, num_workers=workers, pin_memory=pin)
+    loader = DataLoader(
+        images, batch_size=None, sampler=which, num_workers=workers, pin_memory=pin, worker_init_fn=_start_worker
+    )
     found: dict[int, str] = {}
     for batch in loader:
         if "bad" in batch:
@@ -167,6 +170,10 @@ def _read(images: Images, which: Any, *, workers: int, pin: bool) -> Iterator[Ba
             yield batch
     if found:
         raise BadImagesError(found, len(images))
+
+
+def _start_worker(number: int) -> None:
+    leave_to_parent()
 
 
 def usable_cores() -> int:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from mpp.data.loader import Loader
 from mpp.errors import UserError
 from mpp.randomness import fold
+from mpp.stopping import Preempted, listen
 from mpp.train.pulse import Pulse, Trouble
 from mpp.train.run import Run, on_main
-from mpp.train.stopping import Preempted, listen
 from mpp.train.trace import Trace
 
 _LOG = logging.getLogger(__name__)

@@ -32,9 +32,9 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from mpp.errors import LocalError, UserError
+from mpp.stopping import Preempted
 from mpp.train.checkpoint import Writer, checkpoints, clean, load_checkpoint, put_aside, remove, verify
 from mpp.train.lock import Lock
-from mpp.train.stopping import Preempted
 
 # What may differ between the run that was and the one that continues it. Samples, crops, masks and the size of the
 # batch do not depend on any of these; `train.steps` stretches the schedule.

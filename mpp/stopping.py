@@ -96,7 +96,7 @@ def leave_to_parent() -> None:
     """For data workers: leave signals to the training process, and end with it however it ends."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    _when_parent_ends(signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
 
 
 def end_with_launcher() -> None:
@@ -106,10 +106,11 @@ def end_with_launcher() -> None:
     processes would train on, unseen. Processes that no launcher has started are left alone: a shell may end before.
     """
     if "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
-        _when_parent_ends(signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
 
 
-def _when_parent_ends(number: signal.Signals) -> None:
+def end_with_parent(number: signal.Signals) -> None:
+    """On Linux, receive a signal when the process that started this one ends, or at once if it has ended."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
