@@ -384,16 +384,18 @@ def _check_paths(source: datasets.Dataset, path: str, local: Path) -> None:
         roots = [str(datasets.config.HF_DATASETS_CACHE), str(datasets.config.DOWNLOADED_DATASETS_PATH),
                  str(datasets.config.EXTRACTED_DATASETS_PATH), HF_HUB_CACHE]  # fmt: skip
     inside = tuple(os.path.join(os.path.realpath(root), "") for root in roots)
+
+    @cache
+    def is_own(parent: str) -> bool:
+        return os.path.isabs(parent) and os.path.join(os.path.realpath(parent), "").startswith(inside)
+
     foreign, count = None, 0
     for rows in source.data.column("image").chunks:
         named = rows.field("path").filter(rows.field("bytes").is_null()).drop_null()
         # Everything to the last slash: few of them are distinct, so that the file system is asked seldom.
         parents = pc.replace_substring_regex(named, r"[^/]*$", "").dictionary_encode()
-        good = [
-            os.path.isabs(parent) and os.path.join(os.path.realpath(parent), "").startswith(inside)
-            for parent in parents.dictionary.to_pylist()
-        ]
-        good = pc.take(pa.array(good, pa.bool_()), parents.indices)
+        own = [is_own(parent) for parent in parents.dictionary.to_pylist()]
+        good = pc.take(pa.array(own, pa.bool_()), parents.indices)
         bad = named.filter(pc.or_(pc.invert(good), pc.match_substring_regex(named, r"(^|/)\.{0,2}$")))
         foreign, count = foreign or (bad[0].as_py() if len(bad) else None), count + len(bad)
     if foreign is not None:
