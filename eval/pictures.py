@@ -26,6 +26,23 @@ INK, FAINT, RULE = "#222222", "#6b6b6b", "#e4e4e4"
 ACCENT = "#0072b2"
 QUIET = ("#b9bfc6", "#949ca5", "#d9c9a3", "#a8bfa4", "#cfb3ad", "#c5bbd3")
 
+# ---------------------------------------------------------------------------------------------------- a few images
+
+
+def image_sheet(images: Tensor, captions: Sequence[str], path: Path, *, columns: int = 8) -> Path:
+    """Draw images, uint8 (B, C, H, W), each with its caption below. Channels are shown as in `prediction_panel`."""
+    rows = math.ceil(len(images) / columns)
+    figure = Figure(figsize=(1.25 * columns, 1.75 * rows), dpi=DPI, layout="constrained")
+    places = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in places:
+        axes.axis("off")
+    for axes, pixels, caption in zip(places, _to_rgb(to_pixels(images).movedim(1, -1)), captions, strict=False):
+        axes.imshow(pixels.numpy(), interpolation="nearest")
+        axes.text(0.5, -0.04, caption, ha="center", va="top", fontsize=7, color=INK, transform=axes.transAxes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _save(figure, path)
+
+
 # ---------------------------------------------------------------------------------------------------- the panel
 
 TILE = 160  # about the side of an image in the panel, in pixels of the picture

@@ -7,7 +7,7 @@ every step, a loss that is not sound or a signal, is read two steps later (pulse
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import nullcontext
 from typing import Any
 
@@ -45,6 +45,8 @@ def fit(
     max_rollbacks: int = 3,
     max_bad: float = 0.01,
     trace: bool = False,
+    start: int = 0,
+    leave_out: Set[int] = frozenset(),
     run: Run | None = None,
     report: Callable[[dict[str, float]], None] | None = None,
     say: Callable[[str], object] = _LOG.warning,
@@ -69,6 +71,8 @@ def fit(
             loss was not finite or exploded.
         max_bad: largest share of the images that may be unreadable; they are replaced (see `Images`).
         trace: whether to write a line of checksums for each step.
+        start: steps that are done already, where there is no run to tell.
+        leave_out: steps that are not to be trained, in addition to those that the run has left out.
         run: where to restore from and write to; None keeps nothing.
         report: called on the main process with each row: step, loss and the objective's other numbers (means since the
             row before), lr, grad_norm, images_per_second, seconds_left, data_wait (share of the time).
@@ -85,7 +89,7 @@ def fit(
     ema_model = averaged.module if averaged is not None else None
     model, wrapped_optimizer = accelerator.prepare(objective, optimizer)
     window, pulse, tracer = _Window(device), Pulse(accelerator, spike=spike), Trace(objective) if trace else None
-    bad_images, left_out = _BadImages(len(loader.images), max_bad), set[int]()
+    bad_images, left_out = _BadImages(len(loader.images), max_bad), set(leave_out)
 
     def tell(line: str) -> None:
         if line and accelerator.is_main_process:
@@ -94,7 +98,7 @@ def fit(
     def restore(at_most: int | None = None) -> int:
         """Go to the last sound checkpoint; returns the steps done there."""
         if run is None:
-            return 0
+            return start
         chosen = on_main(accelerator, lambda: run.choose(at_most, tell))
         # After `prepare`, which would move counters of steps to the device, where AdamW waits for each of them.
         state = run.restore(chosen, objective, optimizer, ema_model)
@@ -167,7 +171,6 @@ def fit(
         model.train()
         batches = loader.batches(done, steps, skip=left_out)
         window.begin()
-        updated = max(0, done - 1)  # the last step that changed the weights
         while done < steps:
             step, done = done, done + 1
             lr = rate(step)
@@ -206,8 +209,7 @@ def fit(
                 wrapped_optimizer.zero_grad()
                 if averaged is not None:
                     averaged.update(objective)
-                updated = step
-                pulse.send(step, loss, sound, wish.signal)
+                pulse.send(step, loss, sound, _finite_weights(objective), wish.signal)
                 if tracer is not None and run is not None:
                     line = tracer.close(accelerator, done, lr)
                     if accelerator.is_main_process:
@@ -217,9 +219,8 @@ def fit(
             logging_now = done == steps or done % log_every == 0
             saving = run is not None and (done == steps or (save_every is not None and done % save_every == 0))
             trouble = pulse.read(everything=logging_now or saving)
-            if trouble is None and (saving or pulse.stop):
-                # Everything, for weights that are saved must be ones to go back to: after a sound loss, too.
-                trouble = pulse.read(everything=True) or _check_weights(accelerator, objective, updated)
+            if trouble is None and pulse.stop:
+                trouble = pulse.read(everything=True)  # weights that are saved must be ones to go back to
             if trouble is not None:
                 done = roll_back(trouble)
                 batches = loader.batches(done, steps, skip=left_out)
@@ -258,11 +259,9 @@ def _gradient_norm(accelerator: Accelerator, objective: nn.Module, clip: float |
     return nn.utils.get_total_norm([p.grad for p in objective.parameters() if p.grad is not None])
 
 
-def _check_weights(accelerator: Accelerator, objective: nn.Module, step: int) -> Trouble | None:
-    """Trouble if any parameter is not finite on any process."""
-    norm = torch.stack(torch._foreach_norm([p.detach() for p in objective.parameters()])).sum()
-    sound = bool(torch.isfinite(accelerator.gather(norm[None])).all())
-    return None if sound else Trouble(step, step, "the weights are not finite")
+def _finite_weights(objective: nn.Module) -> Tensor:
+    """bool, on the device: one pass over the weights, a fraction of what the optimizer does."""
+    return torch.isfinite(torch.stack(torch._foreach_norm([p.detach() for p in objective.parameters()])).sum())
 
 
 class _BadImages:

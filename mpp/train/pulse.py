@@ -67,10 +67,11 @@ class Pulse:
         self._steps = deque(steps, maxlen=PAST + RECENT)
         self._sent.clear()
 
-    def send(self, step: int, loss: Tensor, sound: Tensor, stop: int | None) -> None:
-        """After the step's backward pass: its mean loss on this process, whether loss and gradient are finite (bool,
-        on the device), and the signal that this process has received."""
-        ours = torch.stack([loss.nan_to_num(0.0, 0.0, 0.0), (~sound).float(), torch.full_like(loss, stop or 0)])
+    def send(self, step: int, loss: Tensor, sound: Tensor, weights: Tensor, stop: int | None) -> None:
+        """After an update: its mean loss on this process, whether loss and gradient are finite and whether the weights
+        are (bool, on the device), and the signal that this process has received."""
+        bad = torch.where(sound, (~weights).float() * 2, 1.0)
+        ours = torch.stack([loss.nan_to_num(0.0, 0.0, 0.0), bad, torch.full_like(loss, stop or 0)])
         if self.accelerator.num_processes > 1:
             everyone = self.accelerator.gather(ours[None])
             mean, bad, stopped = everyone[:, 0].mean(), everyone[:, 1].amax(), everyone[:, 2].amax()
@@ -104,7 +105,8 @@ class Pulse:
             bad, exploded, stop = numbers.tolist()
             self.stop = self.stop or int(stop)
             if bad:
-                return Trouble(step, step, "the loss or its gradient is not finite")
+                what = "the loss or its gradient is" if bad == 1 else "the update made weights that are"
+                return Trouble(step, step, f"{what} not finite")
             if exploded:
                 high = [one for one in self._steps if one <= step][-RECENT]
                 return Trouble(max(0, high - RECENT), step, "the loss has exploded")
