@@ -381,6 +381,14 @@ def test_a_path_out_of_the_data_set_is_refused(folder: Path, secret: Path, path:
     assert ascii(path)[1:-1] in str(met.value)
 
 
+def test_a_relative_path_is_refused_wherever_it_would_lead(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Which file it names would depend on the folder that the command is started in."""
+    table = write_table(folder / "x.parquet", rows("sub/2.png"))
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=r"names 1 file\(s\) outside"):
+        load_data("hub", path=str(table))
+
+
 def test_paths_in_columns_of_text_and_in_the_test_split_are_refused(folder: Path, secret: Path):
     (folder / "train.jsonl").write_text(json.dumps({"photo": str(secret)}) + "\n")
     with pytest.raises(UserError, match=r"names 1 file\(s\) outside"):

@@ -391,7 +391,7 @@ def _check_paths(source: datasets.Dataset, path: str, local: Path) -> None:
 
     foreign, count = None, 0
     for rows in source.data.column("image").chunks:
-        named = rows.field("path").filter(rows.field("bytes").is_null()).drop_null()
+        named = rows.field("path").filter(rows.field("bytes").is_null())
         # Everything to the last slash: few of them are distinct, so that the file system is asked seldom.
         parents = pc.replace_substring_regex(named, r"[^/]*$", "").dictionary_encode()
         own = [is_own(parent) for parent in parents.dictionary.to_pylist()]
