@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,7 @@ def clean(folder: Path) -> None:
 
 def verify(path: Path) -> str:
     """What is wrong with a checkpoint by its own manifest, in words, or ""."""
+    name = _MANIFEST
     try:
         manifest = json.loads((path / _MANIFEST).read_text())
         for name, wanted in manifest.items():
@@ -165,7 +166,9 @@ def verify(path: Path) -> str:
                 return f"{name} has {file.stat().st_size:,} bytes instead of {wanted['bytes']:,}"
             if _sha256(file) != wanted["sha256"]:
                 return f"{name} has another checksum"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror or error})"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{_MANIFEST} cannot be read ({error})"
     missing = {"model.safetensors", "optimizer.safetensors", "state.json"} - manifest.keys()
     return f"{_MANIFEST} lacks {', '.join(sorted(missing))}" if missing else ""
@@ -210,6 +213,7 @@ class Writer:
         """The outcome of the last save: None if it went well or, without `block`, is still being written."""
         if self._pending is None or (not block and not self._pending.done()):
             return None
+        wait([self._pending])  # before it is forgotten: a signal may end the waiting, not the writing
         pending, self._pending = self._pending, None
         try:
             pending.result()

@@ -62,15 +62,20 @@ class _Holding:
         if holder.get("host", platform.node()) != platform.node() and self._beats():
             os.close(self._file)
             raise UserError(_refusal(folder, holder))
-        # What is written here by a process of this machine that is gone needs no more thought: its lock went with it.
+        # What a process of this machine that is gone wrote here needs no more thought: its lock went with it.
         me = {
             "process": os.getpid(),
             "host": platform.node(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
             "command": " ".join(sys.argv)[:200],
         }
-        self._write(json.dumps(me) + "\n")
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        try:
+            self._write(json.dumps(me) + "\n")
+        except OSError:  # a full disk
+            os.close(self._file)
+            raise
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._heart.start()
 
     def _take(self) -> bool:
         if sys.platform == "win32":
@@ -86,7 +91,7 @@ class _Holding:
     def _read(self) -> dict[str, Any]:
         try:
             content = json.loads(os.pread(self._file, 10_000, 0))
-        except ValueError:  # empty, or cut short
+        except (ValueError, RecursionError):  # empty, cut short, or garbage
             return {}
         return content if isinstance(content, dict) else {}
 
@@ -99,7 +104,7 @@ class _Holding:
         before, deadline = os.fstat(self._file).st_mtime_ns, time.monotonic() + 3 * HEARTBEAT
         while time.monotonic() < deadline:
             time.sleep(HEARTBEAT / 10)
-            # Opened anew: network file systems look again when a file is opened.
+            # Not opened anew: to close it again would give up the lock. Network file systems look again after 3 s.
             if (self.folder / ".lock").stat().st_mtime_ns != before:
                 return True
         return False
@@ -108,9 +113,13 @@ class _Holding:
         while not self._over.wait(HEARTBEAT):
             with suppress(OSError):
                 os.utime(self._file)
+                # A record lock is lost when its process opens the file again and closes it, as to copy the folder does.
+                if sys.platform != "win32":
+                    fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
         self._over.set()
+        self._heart.join()  # or it might touch another file that gets the same number
         with suppress(OSError):
             self._write("")
         os.close(self._file)

@@ -19,8 +19,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -101,14 +101,12 @@ class Run:
         if not main:
             return
         try:
-            self._lock = Lock(self.out)
-            self._check(after)
-            clean(self.checkpoints)
-            replace_text(self.out / "config.yaml", to_yaml(config))
-            write_json(self.out / "environment.json", environment())
-        except OSError as error:
-            self.close()
-            raise UserError(f"out={self.out}: cannot write there ({error.strerror})") from error
+            with self._writable():
+                self._lock = Lock(self.out)
+                self._check(after)
+                clean(self.checkpoints)
+                replace_text(self.out / "config.yaml", to_yaml(config))
+                write_json(self.out / "environment.json", environment())
         except UserError:
             self.close()
             raise
@@ -127,7 +125,8 @@ class Run:
         ]
         differences = {key: f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}" for key in different}
         refused = [line for key, line in differences.items() if key not in MAY_CHANGE]
-        if self.step() == 0 and not (self.out / "results.json").is_file():
+        trained = self.step() > 0 or any(self.checkpoints.glob("damaged-*")) or (self.out / "results.json").is_file()
+        if not trained:
             if refused:  # nothing was trained yet: what another configuration left is of no use
                 for _, path in checkpoints(self.checkpoints):
                     remove(path)
@@ -140,6 +139,15 @@ class Run:
                 "continue it with its own, or choose another out="
             )
         self.changed = [line for key, line in differences.items() if key != "out"]
+
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        """What the disk refuses, as a UserError."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error).splitlines()[0][:200]
+            raise UserError(f"out={self.out}: cannot write there ({reason})") from error
 
     # ------------------------------------------------------------------ its end
 
@@ -237,8 +245,9 @@ class Run:
             state = load_checkpoint(path, model, optimizer, ema)
         if self.main:
             # Lines after the checkpoint belong to steps that will be done again.
-            self.metrics.truncate(state["step"])
-            self.trace.truncate(state["step"])
+            with self._writable():
+                self.metrics.truncate(state["step"])
+                self.trace.truncate(state["step"])
             self.status("running", step=state["step"])
         return state
 
@@ -287,25 +296,28 @@ class Run:
     def skip(self, row: dict[str, Any], checkpoint: int | None) -> None:
         """Append to skipped.jsonl, and keep the checkpoint that training goes back to (main process)."""
         text = "".join(json.dumps(one) + "\n" for one in (*self.skipped(), row))
-        replace_text(self._skipped, text)
-        if checkpoint is not None:
-            kept = self.out / "faults" / f"step-{row['first']:08d}" / "checkpoints"
-            shutil.rmtree(kept, ignore_errors=True)
-            source = self.checkpoints / f"step-{checkpoint:08d}"
-            shutil.copytree(source, kept / source.name, copy_function=_link)
+        with self._writable():
+            replace_text(self._skipped, text)
+            if checkpoint is not None:
+                kept = self.out / "faults" / f"step-{row['first']:08d}" / "checkpoints"
+                shutil.rmtree(kept, ignore_errors=True)
+                source = self.checkpoints / f"step-{checkpoint:08d}"
+                shutil.copytree(source, kept / source.name, copy_function=_link)
 
     def known_bad(self) -> dict[int, str]:
         """The lines of bad_images.txt: number of the sample -> file and reason."""
         if not self.bad_images.is_file():
             return {}
-        lines = (line.split("\t", 1) for line in self.bad_images.read_text().splitlines())
-        return {int(number): message for number, message in lines}
+        lines = self.bad_images.read_text(encoding="utf-8", errors="replace").split("\n")
+        parts = (line.partition("\t") for line in lines)
+        return {int(number): message for number, tab, message in parts if tab and number.isdecimal()}
 
     def note_bad(self, bad: dict[int, str]) -> None:
         """Append to bad_images.txt (main process)."""
         if self.main:
-            with suppress(OSError), self.bad_images.open("a") as file:
-                file.writelines(f"{number}\t{message}\n" for number, message in bad.items())
+            lines = "".join(f"{number}\t{' '.join(message.splitlines())}\n" for number, message in bad.items())
+            with suppress(OSError):
+                _append(self.bad_images, lines)
 
 
 class Lines:
@@ -318,13 +330,9 @@ class Lines:
     def append(self, rows: Iterable[dict[str, Any]]) -> str:
         """Add lines; what went wrong, or ""."""
         self._unwritten += [json.dumps(row) + "\n" for row in rows]
-        whole = self.path.stat().st_size if self.path.is_file() else 0
         try:
-            with self.path.open("a") as file:
-                file.write("".join(self._unwritten))
+            _append(self.path, "".join(self._unwritten))
         except OSError as error:
-            with suppress(OSError):
-                os.truncate(self.path, whole)  # no halves of lines
             return f"cannot write {self.path} ({error.strerror or error}); its lines are kept for later"
         self._unwritten.clear()
         return ""
@@ -333,8 +341,10 @@ class Lines:
         """Drop lines of steps after `step`, and what a crash cut short."""
         self._unwritten.clear()
         if self.path.is_file():
-            lines = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
-            replace_text(self.path, "".join(line + "\n" for line in lines))
+            before = self.path.read_text(errors="replace")
+            after = "".join(line + "\n" for line in before.split("\n") if _step_of(line) <= step)
+            if after != before:
+                replace_text(self.path, after)
 
 
 def on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
@@ -352,8 +362,22 @@ def on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
 
 
 def read_metrics(out: str | Path) -> list[dict[str, Any]]:
-    """All lines of a run folder's metrics.jsonl, none without it."""
-    return _rows(Path(out) / "metrics.jsonl")
+    """All whole lines of a run folder's metrics.jsonl, none without it."""
+    file = Path(out) / "metrics.jsonl"
+    lines = file.read_text(errors="replace").split("\n") if file.is_file() else []
+    return [json.loads(line) for line in lines if _step_of(line) < float("inf")]
+
+
+def _append(file: Path, lines: str) -> None:
+    """Append whole lines or, where the disk does not take them, nothing."""
+    whole = file.stat().st_size if file.is_file() else 0
+    try:
+        with file.open("a", encoding="utf-8", errors="backslashreplace") as opened:
+            opened.write(lines)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(file, whole)
+        raise
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -371,16 +395,21 @@ def _link(source: str, target: str) -> None:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return float("inf")  # a line that a crash cut short
 
 
 def load_config(out: str | Path) -> dict[str, Any]:
     """The configuration of a run folder."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
-    loaded = OmegaConf.to_container(OmegaConf.load(Path(out) / "config.yaml"))
-    if not isinstance(loaded, dict):
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(Path(out) / "config.yaml"))
+    except (ValueError, OmegaConfBaseException, YAMLError) as error:
+        raise UserError(f"{out}/config.yaml cannot be read ({str(error).splitlines()[0]})") from error
+    if not isinstance(loaded, dict) or not loaded:
         raise UserError(f"{out}/config.yaml is not a configuration")
     return {str(key): value for key, value in loaded.items()}
 
