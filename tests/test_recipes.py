@@ -185,7 +185,7 @@ def test_the_same_command_again_has_nothing_to_do(
         ("pretrain", ["data=folder"], "needs data.path="),
         ("pretrain", ["data=folder", "data.path=/no/such/folder"], "data.path=/no/such/folder: no such folder"),
         ("pretrain", ["data=folder", "data.path={tmp}/empty"], "no images found in"),
-        ("pretrain", ["data=folder", "data.path={tmp}/broken", "train.batch_size=2"], "cannot read {tmp}/broken/b.png"),
+        ("pretrain", ["data=folder", "data.path={tmp}/broken", "train.batch_size=2"], "cannot read {tmp}/broken/a.png"),
         ("pretrain", ["data=hub", "data.path={tmp}/missing.parquet"], "could not read it"),
         ("pretrain", ["data=same"], "data=same means the data of the run"),
         ("pretrain", ["objective=supervised", "data=folder", "data.path={tmp}/flat"], "has no labels"),
@@ -239,8 +239,8 @@ def wrong_things(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).mkdir()
     for i in range(4):
         PIL.Image.fromarray(np.full((32, 32, 3), 60 * i, np.uint8)).save(root / "flat" / f"{i}.png")
-    PIL.Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(root / "broken" / "a.png")
-    (root / "broken" / "b.png").write_bytes((root / "broken" / "a.png").read_bytes()[:40])
+    for name in ("a.png", "b.png"):  # one alone would be replaced by the other
+        (root / "broken" / name).write_bytes((root / "flat" / "1.png").read_bytes()[:40])
     (root / "unfinished" / "config.yaml").write_text("data: {source: photos}\n")
     encoder = Encoder("vit_micro_patch4_32", depth=1)
     export_encoder(encoder, root / "fine" / "encoder", objective="mpp")
