@@ -92,11 +92,34 @@ def raise_on_signal() -> None:
             signal.signal(number, handle)
 
 
+@contextmanager
+def for_children() -> Iterator[None]:
+    """Data workers that are started in here leave signals to this process from their first moment on: schedulers send
+    them to everyone, and a worker that died of one would take the last checkpoint with it."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what came meanwhile arrives now
+
+
 def leave_to_parent() -> None:
-    """For data workers: leave signals to the training process, and end with it however it ends."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    """For data workers: leave signals to the training process, and end with it however it ends, or when it says so."""
+    if sys.platform == "win32":
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # not every way to start a process hands `for_children` down
+    threading.Thread(target=_obey_parent, name="obey parent", daemon=True).start()
     end_with_parent(signal.SIGKILL)
+
+
+def _obey_parent() -> None:
+    """multiprocessing ends leftover workers with SIGTERM and then waits for them."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def end_with_launcher() -> None:

@@ -46,7 +46,7 @@ from mpp.stopping import EXIT_CODE, end_with_parent
 INPUTS = ("samples", "crops", "masks")
 TOLERANCE = 1e-5  # of weights between numbers of processes
 TIMINGS = ("images_per_second", "seconds_left", "data_wait")
-PATIENCE = 600.0  # seconds for one start of a run, after which it counts as hanging
+PATIENCE = 20.0  # times what the uninterrupted run took, and a minute, after which a run counts as hanging
 
 
 # ---------------------------------------------------------------------------------------------------- runs
@@ -57,6 +57,7 @@ def _child(overrides: list[str], log: str, threads: int, environment: dict[str, 
     os.setpgid(0, 0)
     end_with_parent(signal.SIGKILL)
     os.environ |= environment
+    multiprocessing.set_start_method(None, force=True)  # data workers start as they do for the user
     torch.set_num_threads(threads)
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
@@ -73,12 +74,13 @@ class Trial:
         out: run folder.
         overrides: of the recipe.
         processes: how many, by default.
+        patience: seconds for one start.
     """
 
     out: Path
     overrides: list[str]
     processes: int = 1
-    starts: int = 0
+    patience: float = math.inf
     _group: list[Any] = field(default_factory=list)
 
     @property
@@ -110,7 +112,6 @@ class Trial:
             )
             process.start()
             self._group.append(process)
-        self.starts += 1
 
     def signal(self, number: int) -> None:
         """Send a signal to all process groups."""
@@ -120,23 +121,23 @@ class Trial:
 
     def wait(self) -> list[int]:
         """Exit codes, in the order of ranks; negative for signals."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + self.patience
         for process in self._group:
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.join(None if math.isinf(deadline) else max(0.0, deadline - time.monotonic()))
         if any(process.is_alive() for process in self._group):
             self.signal(signal.SIGKILL)
-            raise Failed(f"a process did not end within {PATIENCE:.0f} s; see {self.log}")
+            raise Failed(f"a process did not end within {self.patience:.0f} s; see {self.log}")
         return [process.exitcode for process in self._group]
 
     def wait_for(self, reached: Callable[[], bool]) -> bool:
         """Wait until something has come about; False if the processes ended before."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + self.patience
         while not reached():
             if not any(process.is_alive() for process in self._group):
                 return False
             if time.monotonic() > deadline:
                 self.signal(signal.SIGKILL)
-                raise Failed(f"no progress within {PATIENCE:.0f} s; see {self.log}")
+                raise Failed(f"no progress within {self.patience:.0f} s; see {self.log}")
             time.sleep(0.002)
         return True
 
@@ -237,21 +238,34 @@ class Row:
             self.held = "FAIL"
 
 
-def verify(folder: Path, overrides: list[str], *, steps: int, kills: int, processes: int, seed: int) -> list[Row]:
-    """Run everything below `folder`; the rows of the table."""
+def verify(
+    folder: Path,
+    overrides: list[str],
+    *,
+    steps: int,
+    kills: int,
+    processes: int,
+    seed: int,
+    say: Callable[[str], object] = print,
+) -> list[Row]:
+    """Run everything below `folder`; the rows of the table. `say` hears what is being done."""
     rng = random.Random(seed)
     # Saves in the middle of logging intervals as well as at their ends.
     every = max(2, steps // 6)
     shared = [*overrides, f"train.steps={steps}", "train.log_every=3", f"train.save_every={every}", "train.trace=true"]
     rows: list[Row] = []
 
+    say(f"{steps} steps uninterrupted")
+    began = time.monotonic()
     straight = Trial(folder / "straight", shared)
     straight.start()
     if problem := _ended(straight):
         raise Failed(f"the run itself fails without being interrupted ({problem}):\n{straight.log.read_text()[-2000:]}")
 
     # ------------------------------------------------------------------ SIGKILL
-    killed, moments = Trial(folder / "killed", shared), []
+    patience = 60 + PATIENCE * (time.monotonic() - began)
+    say(f"the same, killed {kills} times")
+    killed, moments = Trial(folder / "killed", shared, patience=patience), []
     for target in sorted(rng.sample(range(steps), kills)):
         killed.start()
         if killed.wait_for(lambda: killed.done() >= target):  # noqa: B023
@@ -268,21 +282,22 @@ def verify(folder: Path, overrides: list[str], *, steps: int, kills: int, proces
 
     # ------------------------------------------------------------------ another number of workers
     now = 0 if any(override.startswith("train.workers=") and override[-1] != "0" for override in overrides) else 2
-    other = Trial(folder / "workers", [*shared, f"train.workers={now}"])
+    say(f"the same with {now} workers")
+    other = Trial(folder / "workers", [*shared, f"train.workers={now}"], patience=patience)
     other.start()
     rows.append(Row("workers: it finishes", _ended(other), f"with {now} workers"))
     rows += _compare("workers", straight, other)
 
     # ------------------------------------------------------------------ SIGTERM, and another number of processes
     devices = torch.cuda.device_count()
-    middle, note = (processes, []), ""
+    between: list[str] = []
+    note = ""
     if 0 < devices < processes:
-        middle, note = (
-            (1, ["train.accumulation=2"]),
-            f"; {processes} processes need as many devices, accumulated instead",
-        )
-    elastic, problem, parts = Trial(folder / "elastic", shared), "", []
-    for part, (count, also) in enumerate([(1, []), middle]):
+        note = f"; {processes} processes need as many devices, accumulated instead"
+        processes, between = 1, ["train.accumulation=2"]
+    say(f"the same on 1, {processes} and 1 processes, stopped in between")
+    elastic, problem, parts = Trial(folder / "elastic", shared, patience=patience), "", []
+    for part, (count, also) in enumerate([(1, list[str]()), (processes, between)]):
         elastic.overrides = [*shared, *also]
         elastic.start(count)
         target = (part + 1) * steps // 3
@@ -317,10 +332,11 @@ def _ended(trial: Trial) -> str:
 
 
 def _tensors(one: Trial, other: Trial, file: str, *, tolerance: float = 0.0) -> tuple[str, float]:
-    checkpoints = one.checkpoint(), other.checkpoint()
-    if checkpoints[0] is None or checkpoints[1] is None or checkpoints[0].name != checkpoints[1].name:
+    wanted, got = one.checkpoint(), other.checkpoint()
+    if wanted is None or got is None or wanted.name != got.name:
         return "the last checkpoint is of another step", math.inf
-    return tensor_difference(*(path / f"{file}.safetensors" for path in checkpoints), tolerance=tolerance)
+    name = f"{file}.safetensors"
+    return tensor_difference(wanted / name, got / name, tolerance=tolerance)
 
 
 def _compare(name: str, one: Trial, other: Trial) -> list[Row]:
@@ -365,14 +381,13 @@ def main() -> None:
         parser.error(f"--keep {options.keep} is there already; name a new folder")
     folder = options.keep or Path(tempfile.mkdtemp(prefix="mpp-verify-"))
     folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    began, console = time.monotonic(), make_console()
     try:
         rows = verify(folder, overrides, steps=options.steps, kills=options.kills, processes=options.processes,
-                      seed=options.seed)  # fmt: skip
+                      seed=options.seed, say=console.print)  # fmt: skip
     except Failed as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    console = make_console()
     console.print(table(rows))
     failed = sum(row.held == "FAIL" for row in rows)
     seconds = time.monotonic() - began

@@ -1,7 +1,7 @@
 """From a source to batches of uint8 tensors, with workers or without: the same batches either way."""
 
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Generator, Iterator, Set
 from typing import Any
 
 import datasets
@@ -15,7 +15,7 @@ from mpp.data.plan import Plan
 from mpp.data.transforms import Transform, to_tensor
 from mpp.errors import LocalError
 from mpp.randomness import fold, fold_each
-from mpp.stopping import leave_to_parent
+from mpp.stopping import for_children, leave_to_parent
 
 Batch = dict[str, Any]
 ATTEMPTS = 8  # to find a readable image in place of one that is not
@@ -138,7 +138,7 @@ class Loader:
     def __init__(self, images: Images, plan: Plan, *, workers: int = 0, pin: bool = False) -> None:
         self.images, self.plan, self.workers, self.pin = images, plan, workers, pin
 
-    def batches(self, start: int, stop: int, *, skip: Set[int] = frozenset()) -> Iterator[Batch]:
+    def batches(self, start: int, stop: int, *, skip: Set[int] = frozenset()) -> Generator[Batch, None, None]:
         """The micro-batches of the steps start <= step < stop, `plan.accumulation` for each step, none for `skip`."""
         which = _MicroBatches(self.plan, start, stop, frozenset(skip))
         return _read(self.images, which, workers=self.workers, pin=self.pin)
@@ -154,12 +154,14 @@ def read_batches(images: Images, index: list[Tensor], *, workers: int = 0, pin: 
     return _read(images, [(0, ids) for ids in index], workers=min(workers, len(index) // 2), pin=pin)
 
 
-def _read(images: Images, which: Any, *, workers: int, pin: bool) -> Iterator[Batch]:
+def _read(images: Images, which: Any, *, workers: int, pin: bool) -> Generator[Batch, None, None]:
     loader = DataLoader(
         images, batch_size=None, sampler=which, num_workers=workers, pin_memory=pin, worker_init_fn=_start_worker
     )
     found: dict[int, str] = {}
-    for batch in loader:
+    with for_children():
+        batches = iter(loader)
+    for batch in batches:
         if "bad" in batch:
             batch["bad"] = [(i, message) for i, message in batch["bad"]]  # tuples became lists on their way
         if "error" in batch:

@@ -171,79 +171,83 @@ def fit(
         model.train()
         batches = loader.batches(done, steps, skip=left_out)
         window.begin()
-        while done < steps:
-            step, done = done, done + 1
-            lr = rate(step)
-            if step not in left_out:
-                # -------------------------------------------------------------- learning rate
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * group.get("lr_scale", 1.0)
+        try:
+            while done < steps:
+                step, done = done, done + 1
+                lr = rate(step)
+                if step not in left_out:
+                    # -------------------------------------------------------------- learning rate
+                    for group in optimizer.param_groups:
+                        group["lr"] = lr * group.get("lr_scale", 1.0)
 
-                # -------------------------------------------------------------- gradients
-                loss, sound = torch.zeros((), device=device), torch.ones((), dtype=torch.bool, device=device)
-                for micro in range(plan.accumulation):
-                    waited = time.perf_counter()
-                    batch = next(batches)
-                    bad_images.note(batch)
-                    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-                    window.waited += time.perf_counter() - waited
-                    # After the batch: making a loader's iterator draws from the global generator.
-                    torch.manual_seed(fold(seed, "model", step, plan.rank, micro) & (2**63 - 1))
-                    last = micro == plan.accumulation - 1
-                    with nullcontext() if last else accelerator.no_sync(model):
-                        outputs = model(batch)
-                        accelerator.backward(outputs["loss"] / plan.accumulation)
-                    window.add(outputs, share=1 / plan.accumulation)
-                    loss = loss + outputs["loss"].detach().float() / plan.accumulation
-                    sound = sound & torch.isfinite(outputs["loss"].detach())
-                    if tracer is not None:
-                        tracer.add(batch, outputs["loss"])
+                    # -------------------------------------------------------------- gradients
+                    loss, sound = torch.zeros((), device=device), torch.ones((), dtype=torch.bool, device=device)
+                    for micro in range(plan.accumulation):
+                        waited = time.perf_counter()
+                        batch = next(batches)
+                        bad_images.note(batch)
+                        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+                        window.waited += time.perf_counter() - waited
+                        # After the batch: making a loader's iterator draws from the global generator.
+                        torch.manual_seed(fold(seed, "model", step, plan.rank, micro) & (2**63 - 1))
+                        last = micro == plan.accumulation - 1
+                        with nullcontext() if last else accelerator.no_sync(model):
+                            outputs = model(batch)
+                            accelerator.backward(outputs["loss"] / plan.accumulation)
+                        window.add(outputs, share=1 / plan.accumulation)
+                        loss = loss + outputs["loss"].detach().float() / plan.accumulation
+                        sound = sound & torch.isfinite(outputs["loss"].detach())
+                        if tracer is not None:
+                            tracer.add(batch, outputs["loss"])
 
-                # -------------------------------------------------------------- update
-                norm = _gradient_norm(accelerator, objective, clip)
-                window.add({"grad_norm": norm})
-                window.steps += 1
-                if accelerator.scaler is None:  # which leaves out updates whose gradient overflows
-                    sound = sound & torch.isfinite(norm)
-                wrapped_optimizer.step()
-                wrapped_optimizer.zero_grad()
-                if averaged is not None:
-                    averaged.update(objective)
-                pulse.send(step, loss, sound, _finite_weights(objective), wish.signal)
-                if tracer is not None and run is not None:
-                    line = tracer.close(accelerator, done, lr)
-                    if accelerator.is_main_process:
-                        tell(run.trace.append([line]))
+                    # -------------------------------------------------------------- update
+                    norm = _gradient_norm(accelerator, objective, clip)
+                    window.add({"grad_norm": norm})
+                    window.steps += 1
+                    if accelerator.scaler is None:  # which leaves out updates whose gradient overflows
+                        sound = sound & torch.isfinite(norm)
+                    wrapped_optimizer.step()
+                    wrapped_optimizer.zero_grad()
+                    if averaged is not None:
+                        averaged.update(objective)
+                    pulse.send(step, loss, sound, _finite_weights(objective), wish.signal)
+                    if tracer is not None and run is not None:
+                        line = tracer.close(accelerator, done, lr)
+                        if accelerator.is_main_process:
+                            tell(run.trace.append([line]))
 
-            # ------------------------------------------------------------------ is all well
-            logging_now = done == steps or done % log_every == 0
-            saving = run is not None and (done == steps or (save_every is not None and done % save_every == 0))
-            trouble = pulse.read(everything=logging_now or saving)
-            if trouble is None and pulse.stop:
-                trouble = pulse.read(everything=True)  # weights that are saved must be ones to go back to
-            if trouble is not None:
-                done = roll_back(trouble)
-                batches = loader.batches(done, steps, skip=left_out)
-                window.begin()
-                continue
+                # ------------------------------------------------------------------ is all well
+                logging_now = done == steps or done % log_every == 0
+                saving = run is not None and (done == steps or (save_every is not None and done % save_every == 0))
+                trouble = pulse.read(everything=logging_now or saving)
+                if trouble is None and pulse.stop:
+                    trouble = pulse.read(everything=True)  # weights that are saved must be ones to go back to
+                if trouble is not None:
+                    done = roll_back(trouble)
+                    batches.close()
+                    batches = loader.batches(done, steps, skip=left_out)
+                    window.begin()
+                    continue
 
-            # ------------------------------------------------------------------ report and save
-            if logging_now and window.sums:
-                bad_images.settle(accelerator, run, tell)
-                row = window.close(accelerator, done, steps, images=plan.batch_size) | {"lr": lr, **(extra or {})}
-                if run is not None:
-                    tell(run.log(row))
-                    accelerator.log(row, step=done)
-                if report is not None and accelerator.is_main_process:
-                    report(row)
-            if run is not None and (saving or pulse.stop):
-                save(done)
-            elif run is not None:
-                tell(run.saved(block=False))
-            if pulse.stop and done < steps:
-                if run is not None:
-                    finish_saving()
-                raise Preempted(pulse.stop, done if run is not None else None)
+                # ------------------------------------------------------------------ report and save
+                if logging_now and window.sums:
+                    bad_images.settle(accelerator, run, tell)
+                    row = window.close(accelerator, done, steps, images=plan.batch_size) | {"lr": lr, **(extra or {})}
+                    if run is not None:
+                        tell(run.log(row))
+                        accelerator.log(row, step=done)
+                    if report is not None and accelerator.is_main_process:
+                        report(row)
+                if run is not None and (saving or pulse.stop):
+                    save(done)
+                elif run is not None:
+                    tell(run.saved(block=False))
+                if pulse.stop and done < steps:
+                    if run is not None:
+                        finish_saving()
+                    raise Preempted(pulse.stop, done if run is not None else None)
+        finally:
+            batches.close()  # and with it the workers, who would be waited for at the exit
         if run is not None:
             finish_saving()
     if ema_model is not None:
