@@ -73,3 +73,12 @@ def fill(disk: Path, *, leave: int) -> Path:
     rubbish = disk / "rubbish"
     rubbish.write_bytes(b"x" * (status.f_bavail * status.f_frsize - leave))
     return rubbish
+
+
+def rest(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """What a child writes until it ends. After `readline`, `communicate` would lose what was read ahead."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    said = process.stdout.read(), process.stderr.read()
+    process.communicate()
+    return said

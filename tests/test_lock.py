@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import child, fill, read_only, small_disk, until
+from processes import child, fill, read_only, rest, small_disk, until
 
 from mpp import UserError
 from mpp.train import lock as module
@@ -50,7 +50,7 @@ def holder(folder: Path, *more: str) -> "subprocess.Popen[str]":
     assert process.stdout is not None
     if more:
         process.worker = int(process.stdout.readline())  # type: ignore[attr-defined]
-    assert process.stdout.readline() == "held\n", process.stderr and process.stderr.read()
+    assert process.stdout.readline() == "held\n", rest(process)[1]
     return process
 
 
