@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from rich.console import Console
 from timm.optim import create_optimizer_v2
 from torch import nn
 
@@ -16,9 +17,10 @@ from mpp.data.plan import Plan
 from mpp.data.sources import Data, load_data
 from mpp.encoder import Encoder
 from mpp.errors import UserError
+from mpp.eval.results import Row, write_results
 from mpp.randomness import fold
 from mpp.recipes.configuration import Config, call, near
-from mpp.recipes.display import Display, warn
+from mpp.recipes.display import Display, banner, make_console, results_table, warn
 from mpp.train import Run, fit, learning_rate
 from mpp.train.run import flatten, load_config, on_main
 from mpp.weights import describe
@@ -283,6 +285,48 @@ def default_out(recipe: str, *parts: str) -> str:
     """A readable folder below runs/."""
     words = [recipe, *parts]
     return "runs/" + "-".join("".join(c if c.isalnum() or c in "._" else "_" for c in word) for word in words if word)
+
+
+# ---------------------------------------------------------------------------------------------------- evaluations
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a recipe that evaluates an encoder works with."""
+
+    source: str
+    data: Data
+    training: Training
+    accelerator: Accelerator
+    run: Run
+    console: Console
+
+
+def evaluate(recipe: str, title: str, config: Config, evaluation: Callable[[Evaluation], list[Row]]) -> list[Row]:
+    """Open what a configuration names, run the evaluation, write results.json and show it; returns the rows."""
+    training = call("train", Training, config["train"])
+    source = config["from"]
+    description = describe(source)
+    data, config["data"] = open_data(config["data"], run=source)
+    config["out"] = config["out"] or default_out(recipe, Path(source).name, data.name)
+    accelerator = start(training, Path(config["out"]), config)
+    with open_run(accelerator, config["out"], config, training) as run:
+        console = make_console(accelerator.is_main_process)
+        banner(
+            console,
+            title,
+            **{"from": f"{source} ({description.get('objective', '?')} on {description.get('data', '?')})"},
+            data=data_line(data),
+            out=run.out,
+        )
+        rows = evaluation(Evaluation(source, data, training, accelerator, run, console))
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        if accelerator.is_main_process:
+            write_results(run.out, rows)
+            console.print(results_table(rows, num_test=len(data.labels("test"))))
+            console.print(f"written to {run.out / 'results.json'}")
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------------- training

@@ -14,54 +14,36 @@ from mpp.data.loader import Images, default_workers
 from mpp.data.sources import Data
 from mpp.errors import UserError
 from mpp.eval.features import compute
-from mpp.eval.results import Row, make_row, write_results
+from mpp.eval.results import Row, make_row
 from mpp.eval.subsets import draw_labels, shuffled
 from mpp.objectives.supervised import Supervised
 from mpp.recipes import common
 from mpp.recipes.common import Training
 from mpp.recipes.configuration import Config, call, main
-from mpp.recipes.display import Display, banner, make_console, results_table
+from mpp.recipes.display import Display
 from mpp.train import Run
-from mpp.weights import EXPORT, build_encoder, describe, export_encoder, load_encoder
+from mpp.weights import EXPORT, build_encoder, export_encoder, load_encoder
 
 
 def recipe(config: Config) -> list[Row]:
     """Run the recipe; returns the rows of results.json."""
-    training = call("train", Training, config["train"])
-    source = config["from"]
-    description = describe(source)
-    data, config["data"] = common.open_data(config["data"], run=source)
-    config["out"] = config["out"] or common.default_out("finetune", Path(source).name, data.name)
-    accelerator = common.start(training, Path(config["out"]), config)
-    with common.open_run(accelerator, config["out"], config, training) as run:
-        console = make_console(accelerator.is_main_process)
-        banner(
-            console,
-            "Fine-tuning",
-            **{"from": f"{source} ({description.get('objective', '?')} on {description.get('data', '?')})"},
-            data=common.data_line(data),
-            out=run.out,
-        )
-        rows = call(
+
+    def run_it(job: common.Evaluation) -> list[Row]:
+        return call(
             "finetune",
             finetune,
             config["finetune"],
-            source,
-            data,
-            training=training,
+            job.source,
+            job.data,
+            training=job.training,
             optim=config["optim"],
             schedule=config["schedule"],
-            accelerator=accelerator,
-            run=run,
+            accelerator=job.accelerator,
+            run=job.run,
             show=True,
         )
-        for tracker in accelerator.trackers:
-            tracker.finish()
-        if accelerator.is_main_process:
-            write_results(run.out, rows)
-            console.print(results_table(rows, num_test=len(data.labels("test"))))
-            console.print(f"written to {run.out / 'results.json'}")
-    return rows
+
+    return common.evaluate("finetune", "Fine-tuning", config, run_it)
 
 
 def finetune(

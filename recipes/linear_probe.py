@@ -17,13 +17,12 @@ from mpp.encoder import Encoder
 from mpp.eval.baselines import colour_histogram, nearest_neighbours, raw_pixels
 from mpp.eval.features import compute
 from mpp.eval.linear_probe import linear_probe
-from mpp.eval.results import Row, make_row, write_results
+from mpp.eval.results import Row, make_row
 from mpp.eval.subsets import draw_labels
 from mpp.objectives.mpp import to_pixels
 from mpp.recipes import common
 from mpp.recipes.configuration import Config, call, main
-from mpp.recipes.display import banner, make_console, results_table
-from mpp.weights import build_encoder, describe, load_encoder
+from mpp.weights import build_encoder, load_encoder
 
 Function = Callable[[Tensor], Tensor]
 Features = tuple[Callable[[np.ndarray], np.ndarray], np.ndarray]  # of drawn training images, and of all test images
@@ -32,37 +31,21 @@ Classifier = Callable[..., dict[str, float]]
 
 def recipe(config: Config) -> list[Row]:
     """Run the recipe; returns the rows of results.json."""
-    training = call("train", common.Training, config["train"])
-    source = config["from"]
-    description = describe(source)
-    data, config["data"] = common.open_data(config["data"], run=source)
-    config["out"] = config["out"] or common.default_out("linear_probe", Path(source).name, data.name)
-    accelerator = common.start(training)
-    with common.open_run(accelerator, config["out"], config, training) as run:
-        console = make_console(accelerator.is_main_process)
-        banner(
-            console,
-            "Linear probe",
-            **{"from": f"{source} ({description.get('objective', '?')} on {description.get('data', '?')})"},
-            data=common.data_line(data),
-            out=run.out,
-        )
-        rows = call(
+
+    def run_it(job: common.Evaluation) -> list[Row]:
+        return call(
             "probe",
             probe,
             config["probe"],
-            source,
-            data,
-            accelerator=accelerator,
-            seed=training.seed,
-            workers=training.workers,
-            say=console.print,
+            job.source,
+            job.data,
+            accelerator=job.accelerator,
+            seed=job.training.seed,
+            workers=job.training.workers,
+            say=job.console.print,
         )
-        if accelerator.is_main_process:
-            write_results(run.out, rows)
-            console.print(results_table(rows, num_test=len(data.labels("test"))))
-            console.print(f"written to {run.out / 'results.json'}")
-    return rows
+
+    return common.evaluate("linear_probe", "Linear probe", config, run_it)
 
 
 def probe(

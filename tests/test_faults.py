@@ -2,10 +2,8 @@
 
 import json
 import os
-import resource
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from processes import largest_file
 from torch import Tensor, nn
 from training import CONFIG, build, digits, equal, moments, train
 
@@ -212,24 +211,13 @@ def test_an_exploding_loss_takes_the_run_back_to_before_it(tmp_path: Path, image
 # ---------------------------------------------------------------------------------------------------- disks
 
 
-@contextmanager
-def full_disk(room: int) -> Iterator[None]:
-    """No file may grow beyond `room` bytes: the operating system itself refuses."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def on_steps(first: int, last: int, room: int) -> Callable[[dict[str, float]], None]:
     """A report that fills the disk after step `first` and makes room again after step `last`."""
     disk: list[Any] = []
 
     def report(row: dict[str, float]) -> None:
         if row["step"] == first:
-            disk.append(full_disk(room))
+            disk.append(largest_file(room))
             disk[0].__enter__()
         elif row["step"] == last:
             disk[0].__exit__(None, None, None)
@@ -255,7 +243,7 @@ def test_a_run_whose_last_save_fails_ends_with_an_error_and_continues_later(tmp_
     straight = build()
     train(straight, images, 8)
     run, said = Run(tmp_path, CONFIG), list[str]()
-    with full_disk(10**9), pytest.raises(UserError, match=r"cannot write a checkpoint .*make room and run the same"):
+    with largest_file(10**9), pytest.raises(UserError, match=r"cannot write a checkpoint .*make room and run the same"):
         train(build(), images, 8, run=run, log_every=1, save_every=3, report=on_steps(4, 99, 500), say=said.append)
     assert [step for step, _ in checkpoints(run.checkpoints)] == [0, 3]
     again = build()
