@@ -219,8 +219,6 @@ class Writer:
             pending.result()
         except OSError as error:
             return error
-        except SafetensorError as error:  # what safetensors makes of a write that fails
-            return OSError(errno.EIO, str(error))
         return None
 
 
@@ -288,7 +286,10 @@ def _set_moments(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # what safetensors makes of a write that fails
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
