@@ -131,13 +131,15 @@ def test_a_forked_child_that_ends_takes_no_lock_away(tmp_path: Path):
 def test_the_same_process_releases_as_often_as_it_took(tmp_path: Path):
     (tmp_path / "run").mkdir()
     (tmp_path / "alias").symlink_to(tmp_path / "run")
+    before = threading.active_count()
     first, second = Lock(tmp_path / "run"), Lock(tmp_path / "alias")
+    assert threading.active_count() == before + 1
     assert f"process {os.getpid()} on" in attempt(tmp_path / "run")
     first.release()
     assert f"process {os.getpid()} on" in attempt(tmp_path / "run")
     second.release()
     assert attempt(tmp_path / "run") == "free"
-    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+    assert threading.active_count() == before, "a heart beats on"
 
 
 def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path: Path):

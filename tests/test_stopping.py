@@ -240,7 +240,7 @@ def test_a_job_of_slurm_goes_back_into_the_queue_until_it_has_finished(tmp_path:
     assert f"the run in {out}: preempted" in said
 
     # A run that fails before it begins must not be taken for the preempted one before it, and be queued for ever.
-    code, told = submit(tmp_path, started, out, *ENDLESS, "optim.lr=1")
+    code, told = submit(tmp_path, started, out, *ENDLESS, RECIPE="recipes/none.py")
     assert (code, told) == (1, ""), started[-1].said()  # type: ignore[attr-defined]
 
     code, told = submit(tmp_path, started, out, *ENDLESS, f"train.steps={step + 5}")
