@@ -1,7 +1,8 @@
 """Being stopped: a signal is a wish that the loop grants at the end of a step, with a checkpoint.
 
 SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP are what schedulers and launchers send before they take a machine away; SIGINT is
-Ctrl-C. The first one asks, one that comes more than `SAME_WISH` seconds later ends the process at once.
+Ctrl-C. The first one asks, one that comes more than `SAME_WISH` seconds later ends the process as soon as Python runs
+again: after the present call of a kernel or a collective.
 """
 
 import ctypes

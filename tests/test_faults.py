@@ -128,10 +128,11 @@ def test_a_run_that_keeps_going_wrong_stops_with_an_explanation(tmp_path: Path, 
         train(Poisoned(build(), poison, "loss"), images, 12)
 
 
-def test_one_process_with_an_unsound_loss_takes_all_back(tmp_path: Path):
+def test_one_process_with_an_unsound_loss_takes_all_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two real processes; only the second one ever sees the poisoned sample."""
     from accelerate import debug_launcher
 
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     debug_launcher(_poison_on_two, (str(tmp_path),), num_processes=2)
     rows = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert rows[0] == rows[1], "both end with the same weights"

@@ -84,7 +84,7 @@ def test_a_killed_run_continues_to_the_same_weights(one_process: Path, tmp_path:
     environment = {**os.environ, "OMP_NUM_THREADS": str(usable_cores())}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 120
-        while not list(out.glob("checkpoints/step-*")) and time.monotonic() < deadline:
+        while not list(out.glob("checkpoints/step-*[1-9]*")) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()

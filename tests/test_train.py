@@ -117,7 +117,8 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 
         objective, run = build(proj_drop_rate=0.2, drop_path_rate=0.1), Run(out, CONFIG)
         options = dict(opt=opt, accumulation=2, clip=0.5, save_every=3, run=run, report=report, seed=5)
-        optimizer = train(objective, images, 6, ema=ema, log_every=log_every, **options)
+        with run:
+            optimizer = train(objective, images, 6, ema=ema, log_every=log_every, **options)
         timings = ("images_per_second", "seconds_left", "data_wait")
         rows = [{name: value for name, value in row.items() if name not in timings} for row in read_metrics(run.out)]
         return objective.state_dict(), moments(optimizer), rows

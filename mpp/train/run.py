@@ -97,6 +97,7 @@ class Run:
         self.save_failed = ""
         self._keep, self._keep_every = keep, keep_every
         self._writer, self._began, self._last = Writer(), time.strftime("%Y-%m-%dT%H:%M:%S%z"), 0
+        self._saving = 0
         self._lock: Lock | None = None
         if not main:
             return
@@ -189,7 +190,8 @@ class Run:
         }
         if self.main:
             with suppress(OSError):
-                write_json(self.out / "status.json", now)
+                # Not flushed to disk: it would stop the step, and after a power cut it is outdated anyway.
+                replace_text(self.out / "status.json", json.dumps(now, indent=2) + "\n", flush=False)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -266,7 +268,7 @@ class Run:
             lines = [lines.path for lines in (self.metrics, self.trace) if lines.path.is_file()]
             how = {"keep": self._keep, "keep_every": self._keep_every, "flush": lines, "state": also}
             self._writer.save(self.checkpoints, step, model, optimizer, ema, **how)
-            self.status("running", step=step)
+            self._saving = step
 
     def saved(self, *, block: bool = True) -> str:
         """Wait for the checkpoint that is being written, if any: what went wrong with it, or "" (main process).
@@ -280,6 +282,7 @@ class Run:
             return self.save_failed
         if writing and not self._writer.pending:
             self.save_failed = ""
+            self.status("running", step=self._saving)
         return ""
 
     # ------------------------------------------------------------------ lines
@@ -437,14 +440,15 @@ def write_json(path: Path, content: Any) -> None:
     replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, *, flush: bool = True) -> None:
     """Write a file in one step: another process reads the old text or the new one, never a part."""
     beside = path.with_name(f".{path.name}")
     try:
         with beside.open("w") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # or a machine that loses power may keep the new name of an empty file
+            if flush:  # or a machine that loses power may keep the new name of an empty file
+                os.fsync(file.fileno())
         beside.replace(path)
     except OSError:
         beside.unlink(missing_ok=True)
