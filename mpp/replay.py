@@ -9,7 +9,6 @@ STEP is a step that skipped.jsonl names, counted from 1 as in all messages; with
 
 import argparse
 import copy
-import json
 import math
 import sys
 from pathlib import Path
@@ -31,7 +30,7 @@ from mpp.recipes.display import make_console
 from mpp.recipes.pretrain import Job, prepare
 from mpp.train import fit
 from mpp.train.checkpoint import load_checkpoint
-from mpp.train.run import load_config
+from mpp.train.run import load_config, read_skipped
 
 SHOWN = 16  # images in the picture and rows in the table
 
@@ -50,8 +49,9 @@ def replay(out: Path, step: int | None = None) -> dict[str, Any]:
     Raises:
         UserError: nothing was left out, or not this step, or the folder is no run of recipes/pretrain.py.
     """
-    skipped = out / "skipped.jsonl"
-    rows = [json.loads(line) for line in skipped.read_text().splitlines()] if skipped.is_file() else []
+    if not (out / "config.yaml").is_file():
+        raise UserError(f"{out} is no run folder; give the out= of a recipes/pretrain.py run")
+    rows = read_skipped(out)
     if not rows:
         raise UserError(f"{out} has no skipped.jsonl: no step of this run was left out")
     row = next((row for row in reversed(rows) if step is None or row["first"] < step <= row["last"] + 1), None)

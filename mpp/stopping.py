@@ -47,15 +47,17 @@ class Wish:
         signal: number of the signal that has come, or None.
     """
 
+    last = -1e9
+    """When any wish of this process was made."""
+
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._since = 0.0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The handler: note the first, end at the second."""
         if self.signal is None:
-            self.signal, self._since = number, time.monotonic()
-        elif time.monotonic() - self._since > SAME_WISH:
+            self.signal, Wish.last = number, time.monotonic()
+        elif time.monotonic() - Wish.last > SAME_WISH:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -79,17 +81,16 @@ def listen() -> Iterator[Wish]:
 
 
 def raise_on_signal() -> None:
-    """From now on, and outside of `listen`, signals but Ctrl-C raise `Preempted`, so that the run's status is written.
-
-    Ctrl-C raises KeyboardInterrupt as ever.
-    """
+    """From now on, and outside of `listen`, signals raise `Preempted`, so that the run's status is written; one that
+    repeats what `listen` has heard is left alone."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)  # a second one ends at once
-        raise Preempted(number)
+        if time.monotonic() - Wish.last > SAME_WISH:
+            signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+            raise Preempted(number)
 
     for number in SIGNALS:
-        if number != signal.SIGINT and signal.getsignal(number) is signal.SIG_DFL:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, handle)
 
 
@@ -105,6 +106,12 @@ def for_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what came meanwhile arrives now
+
+
+def ignore_from_now() -> None:
+    """For the way out: a signal that is repeated while the process ends must not change its exit code."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def leave_to_parent() -> None:

@@ -374,6 +374,9 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     if unknown := [override for override in overrides if override.startswith("-")]:
         parser.error(f"unknown option {unknown[0]}")
+    ours = ("out=", "train.steps=", "train.epochs=", "train.log_every=", "train.save_every=", "train.trace=")
+    if given := [override for override in overrides if override.startswith(ours)]:
+        parser.error(f"{given[0]} is set by this command; --steps gives the length, --keep a folder for the runs")
     if not (options.steps >= 6 and 0 <= options.kills < options.steps and options.processes >= 2):
         parser.error("give --steps of at least 6, fewer --kills than steps, and --processes of at least 2")
     multiprocessing.get_context("forkserver").set_forkserver_preload(["mpp.recipes.pretrain"])

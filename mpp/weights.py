@@ -7,6 +7,7 @@ An exported encoder is a folder:
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def export_encoder(encoder: Encoder, folder: Path, **about: Any) -> Path:
     config = encoder.config()
     description = {"architecture": encoder.name, "num_classes": 0, "num_features": encoder.dim, "mpp": config, **about}
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors' own is for the owner alone
     return folder
 
 

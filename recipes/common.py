@@ -140,14 +140,21 @@ def _check_tracker(name: str) -> None:
 
 
 def open_run(
-    accelerator: Accelerator, out: str | Path, config: Config, training: Training, *, after: tuple[str, ...] = ()
+    accelerator: Accelerator,
+    out: str | Path,
+    config: Config,
+    training: Training,
+    data: Data,
+    *,
+    after: tuple[str, ...] = (),
 ) -> Run:
     """The run folder on every process, held by the main one; refused on all of them if it is refused there."""
     main = accelerator.is_main_process
     opened: list[Run] = []
 
     def open_it() -> None:
-        opened.append(Run(out, config, main=main, after=after, keep=training.keep, keep_every=training.keep_every))
+        keep, keep_every = training.keep, training.keep_every
+        opened.append(Run(out, config, main=main, after=after, keep=keep, keep_every=keep_every, data=data.fingerprint))
 
     on_main(accelerator, open_it)
     if not main:
@@ -310,7 +317,7 @@ def evaluate(recipe: str, title: str, config: Config, evaluation: Callable[[Eval
     data, config["data"] = open_data(config["data"], run=source)
     config["out"] = config["out"] or default_out(recipe, Path(source).name, data.name)
     accelerator = start(training, Path(config["out"]), config)
-    with open_run(accelerator, config["out"], config, training) as run:
+    with open_run(accelerator, config["out"], config, training, data) as run:
         console = make_console(accelerator.is_main_process)
         banner(
             console,

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mpp.errors import LocalError, UserError
-from mpp.stopping import Preempted, end_with_launcher, raise_on_signal
+from mpp.stopping import Preempted, end_with_launcher, ignore_from_now, raise_on_signal
 from mpp.train.run import flatten
 
 Result = TypeVar("Result")
@@ -40,6 +40,8 @@ def main(config_name: str, recipe: Callable[[Config], object]) -> None:
         try:
             recipe(to_dict(config))
         except (UserError, Preempted) as error:  # caught here, since hydra would print a line of its own
+            if isinstance(error, Preempted):
+                ignore_from_now()
             met.append(error)
         except OmegaConfBaseException as error:
             met.append(UserError(_explain(error, config_name)))
@@ -47,6 +49,7 @@ def main(config_name: str, recipe: Callable[[Config], object]) -> None:
     try:
         entry()
     except KeyboardInterrupt:
+        ignore_from_now()
         _say_stopped("Ctrl-C", None)
         sys.exit(130)
     except (HydraException, OmegaConfBaseException) as error:
@@ -63,7 +66,7 @@ def main(config_name: str, recipe: Callable[[Config], object]) -> None:
 
 def _say_stopped(what: str, step: int | None) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        saved = "the same command continues from the last checkpoint"
+        saved = "the same command continues from the last checkpoint, if there is one"
         if step is not None:
             saved = f"step {step:,} is saved and the same command continues from it"
         print(f"stopped by {what}: {saved}", file=sys.stderr, flush=True)
@@ -90,6 +93,8 @@ def _explain(error: BaseException, config_name: str) -> str:
         given = text.split("'")[1] if "'" in text else str(key)
         with hydra.initialize_config_module(version_base="1.3", config_module="mpp.recipes.conf"):
             known = list(flatten(OmegaConf.to_container(hydra.compose(config_name))))  # type: ignore[arg-type]
+        if given in known:
+            return f"unknown key {given} for the {given.split('.')[0]}= that was chosen"
         return f"unknown key {given}{near(given, known)}"
     return text
 

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from mpp.data.loader import Images
+from mpp.data.plan import Plan
 from mpp.data.sources import Data
 from mpp.encoder import Encoder
 from mpp.errors import UserError
@@ -82,7 +83,9 @@ def pretrain(config: Config) -> Path:
     out = Path(config["out"])
     accelerator = common.start(training, out, config)
     accumulation = common.split_batch(training, batch_size, accelerator.num_processes)
-    with common.open_run(accelerator, out, config, training, after=("probe", "finetune", "few")) as run:
+    # Refused, if so, before the run folder is touched.
+    Plan(len(data.train), batch_size, seed=0, world=accelerator.num_processes, accumulation=accumulation)
+    with common.open_run(accelerator, out, config, training, data, after=("probe", "finetune", "few")) as run:
         extra = label_entropy(objective, job.images)
         console = make_console(accelerator.is_main_process)
         banner(

@@ -38,7 +38,7 @@ def quickstart(config: Config) -> Path:
     training = call("train", common.Training, config["train"])
     few = replace(training, epochs=None, steps=length["steps"], batch_size=length["batch_size"])
     accelerator = common.start(training)
-    with common.open_run(accelerator, out, config, training, after=("probe", "finetune", "few")):
+    with common.open_run(accelerator, out, config, training, data, after=("probe", "finetune", "few")):
         console = make_console(accelerator.is_main_process)
 
         console.print("\n[bold]Linear probe[/bold]")

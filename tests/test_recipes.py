@@ -1,8 +1,10 @@
 """Recipes in this process: what they write, the errors a user will make, and what the README promises."""
 
 import json
+import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -312,3 +314,33 @@ def test_an_experiment_wins_over_the_recipe_and_the_command_line_over_both() -> 
     assert (config.out, config.few.steps, config.few.batch_size) == ("runs/digits", 200, 16)
     assert list(config.finetune.labels) == [10, 100]
     assert (momentum.optim.lr, momentum.optim.weight_decay) == (0.03, 0.0)
+
+
+def test_a_run_is_not_continued_on_other_data(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One image less gives all others other numbers. What is refused leaves the run as it was."""
+    mine, out = tmp_path / "images", tmp_path / "run"
+    shutil.copytree(folder, mine)
+    os.mkfifo(mine / "train" / "red" / "pipe.png")  # nobody writes into it, and nothing waits for it
+    command = [*SMALL, "data=folder", f"data.path={mine}", "train.max_bad=0.1", f"out={out}", "train.steps=7"]
+    assert call("pretrain", *command, monkeypatch=monkeypatch) == 0
+    assert "pipe.png (this is no regular file)" in (out / "bad_images.txt").read_text()
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    for change, message in (
+        (["train.steps=1"], "holds a run of 7 steps, more than train.steps=1; give more, or choose another out="),
+        (["train.accumulation=3", "train.steps=8"], "each needs an even number"),
+    ):
+        assert call("pretrain", *command, *change, monkeypatch=monkeypatch) == 2
+        assert message in capsys.readouterr().err
+        assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+    (mine / "train" / "blue" / "3.jpg").unlink()
+    assert call("pretrain", *command, "train.steps=8", monkeypatch=monkeypatch) == 2
+    assert "25 training images then, 24 now" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+    shutil.copy(folder / "train" / "blue" / "3.jpg", mine / "train" / "blue" / "3.jpg")
+    (out / "skipped.jsonl").write_text('{"a')
+    assert call("pretrain", *command, "train.steps=8", monkeypatch=monkeypatch) == 2
+    assert re.search(r"skipped\.jsonl is damaged .*remove the file", capsys.readouterr().err)
+    (out / "skipped.jsonl").unlink()
+    assert call("pretrain", *command, "train.steps=8", monkeypatch=monkeypatch) == 0

@@ -121,7 +121,7 @@ def test_allowed_changes_are_listed(tmp_path: Path):
     os.rename(out, tmp_path / "moved")
     with Run(tmp_path / "moved", now, after=("probe",)) as run:
         # What comes after training (`after`) and the folder's own name are no news.
-        assert run.changed == ["train.steps: 6 -> 9", "train.workers: 0 -> 3"]
+        assert run.changed == ["train.steps: 1000 -> 9", "train.workers: 0 -> 3"]
     with Run(tmp_path / "moved", now) as run:
         assert run.changed == [], "what was said once is the configuration now"
 

@@ -14,7 +14,7 @@ from mpp.recipes.common import make_optimizer
 from mpp.train import fit
 
 CONFIG = {
-    "train": {"steps": 6, "workers": 0, "seed": 0},
+    "train": {"steps": 1000, "workers": 0, "seed": 0},
     "optim": {"lr": 1e-5, "betas": (0.9, 0.999)},
     "probe": {"a": 1},
 }

@@ -1,7 +1,9 @@
 """One image file, undecoded, to one uint8 array: whatever Pillow reads, and one clear line where it cannot."""
 
 import io
+import os
 import re
+import stat
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -87,7 +89,18 @@ def _read(image: dict[str, Any] | None, look: Callable[[PIL.Image.Image], Result
 
 def _open(image: dict[str, Any]) -> BinaryIO:
     # Opened here rather than by Pillow, so that it is closed for certain.
-    return io.BytesIO(image["bytes"]) if image.get("bytes") is not None else open(image["path"], "rb")
+    if image.get("bytes") is not None:
+        return io.BytesIO(image["bytes"])
+    stream = open(image["path"], "rb", opener=_at_once)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise OSError("this is no regular file")
+    return stream
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open without waiting, as for somebody to write into a pipe that has the name of an image."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 @cache

@@ -4,6 +4,8 @@ A source is a `datasets.Dataset` with a column `image` of undecoded bytes or pat
 `label`. Decoding happens in the workers.
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,6 +69,18 @@ class Data:
     def transform(self, size: tuple[int, int]) -> Transform:
         """The training transform to a size; `.evaluation()` of it is the one for testing."""
         return Transform(size, crop_scale=self.crop_scale, flip=self.flip, crop_pct=self.crop_pct)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a run that is continued must find again: the number of training images, and a SHA-256 of the names of
+        their files, as far as they have any, and of their labels, in order. Samples are known by their number alone."""
+        digest = hashlib.sha256(json.dumps([len(self.train), self.classes]).encode())
+        flat = self.train.flatten()
+        for column in ("image.path", "label"):
+            if column in flat.column_names:
+                part = flat.select_columns([column]).with_format("arrow")
+                for i in range(0, len(part), 100_000):
+                    digest.update(json.dumps(part[i : i + 100_000][column].to_pylist()).encode())
+        return {"images": len(self.train), "sha256": digest.hexdigest()}
 
     def labels(self, split: str = "train") -> np.ndarray:
         """int64 (n,) labels of a split.

@@ -113,6 +113,8 @@ def write_checkpoint(
         for file, tensors in snapshot.tensors.items():
             _save(tensors, beside / file)
         _write_json(beside / "state.json", {"step": step, "optimizer_numbers": snapshot.numbers, **(state or {})})
+        for file in snapshot.tensors:
+            shutil.copymode(beside / "state.json", beside / file)  # safetensors' own is for the owner alone
         written = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in beside.iterdir()}
         _write_json(beside / _MANIFEST, written)
         for path in (*flush, *beside.iterdir(), beside):

@@ -130,6 +130,7 @@ def fit(
         """Go back to before the trouble and leave its steps out; returns the steps done there."""
         where = f"{trouble.reason} at step {trouble.last + 1}"
         advice = "Try a lower optim.lr, train.clip=1, or train.precision=bf16 in place of fp16"
+        advice += ", in a new out=" if run is not None and run.step() else ""
         if run is None:
             raise UserError(f"{where}; nothing was saved. {advice}")
         tell(run.saved())
@@ -167,7 +168,7 @@ def fit(
     with listen() as wish:
         done = restore()
         if done > steps:
-            raise UserError(f"the run has done {done:,} steps already, more than train.steps={steps:,}")
+            raise UserError(f"the run has done {done:,} steps already, more than train.steps={steps:,}; give more")
         model.train()
         batches = loader.batches(done, steps, skip=left_out)
         window.begin()
@@ -305,7 +306,8 @@ class _BadImages:
         if len(self.known) > self.limit:
             raise UserError(
                 f"{len(self.known):,} of {self.num_images:,} images cannot be read, more than "
-                f"train.max_bad={self.share:g} allows ({first}{where}); repair or remove them, or raise train.max_bad"
+                f"train.max_bad={self.share:g} allows ({first}{where}); repair them, raise train.max_bad, or remove "
+                "them and choose another out="
             )
         tell(f"{len(new)} image(s) cannot be read and are replaced by others: {first}{where}")
 

@@ -2,6 +2,7 @@
 
 out/config.yaml        the resolved configuration
     environment.json   versions, commit, machine, processes
+    data.json          number of training images, and a checksum of their names and labels
     status.json        running, finished, preempted or failed, at which step, and the exit code that launchers hide
     metrics.jsonl      one line for each logging interval
     trace.jsonl        one line a step, checksums of what was trained on, if asked for
@@ -69,6 +70,7 @@ class Run:
         main: whether this is the main process.
         after: groups of the configuration that come after training and may differ when a run is continued.
         keep, keep_every: checkpoints to keep: the last so many, and those of every so many-th step.
+        data: gives what a run that is continued must find again, `Data.fingerprint`.
 
     Attributes:
         changed: "key: before -> now" of what differs from the run that is continued, all of it allowed.
@@ -86,6 +88,7 @@ class Run:
         after: tuple[str, ...] = (),
         keep: int = 2,
         keep_every: int | None = None,
+        data: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         if keep < 2:
             raise UserError(f"train.keep={keep}: keep at least 2 checkpoints, so that there is one to fall back to")
@@ -105,17 +108,30 @@ class Run:
             with self._writable():
                 self._lock = Lock(self.out)
                 self._check(after)
+                fingerprint = data()
+                self._check_data(fingerprint)
                 clean(self.checkpoints)
                 replace_text(self.out / "config.yaml", to_yaml(config))
                 write_json(self.out / "environment.json", environment())
+                write_json(self.out / "data.json", fingerprint)
         except UserError:
             self.close()
             raise
         self.status("running", step=self.step())
 
     def _check(self, after: tuple[str, ...]) -> None:
+        wanted = self.config.get("train", {}).get("steps")
+        if isinstance(wanted, int) and self.step() > wanted:
+            raise UserError(
+                f"{self.out} holds a run of {self.step():,} steps, more than train.steps={wanted:,}; "
+                "give more, or choose another out="
+            )
         before = load_config(self.out) if (self.out / "config.yaml").is_file() else None
         if before is None:
+            if self.step():
+                raise UserError(
+                    f"{self.out} holds a run without its config.yaml; put that back, or choose another out="
+                )
             return
         old, new = flatten(before), flatten(self.config)
         groups = tuple(f"{group}." for group in after)
@@ -149,6 +165,19 @@ class Run:
         except OSError as error:
             reason = error.strerror or str(error).splitlines()[0][:200]
             raise UserError(f"out={self.out}: cannot write there ({reason})") from error
+
+    def _check_data(self, now: dict[str, Any]) -> None:
+        """Samples are known by their number, so a file that comes or goes would give all others other numbers."""
+        file = self.out / "data.json"
+        try:
+            before = json.loads(file.read_text()) if self.step() and file.is_file() else now
+        except ValueError:
+            before = now  # damaged: nothing to compare with
+        if before != now:
+            raise UserError(
+                f"the data are not those that {self.out} was begun with: {before.get('images')} training images then, "
+                f"{now.get('images')} now, or other names, labels or order; bring them back, or choose another out="
+            )
 
     # ------------------------------------------------------------------ its end
 
@@ -223,7 +252,7 @@ class Run:
         if damaged := sorted(self.checkpoints.glob("damaged-*")):
             raise UserError(
                 f"every checkpoint in {self.checkpoints} is damaged ({', '.join(path.name for path in damaged)}); "
-                "bring one back, or remove the folder to start from the beginning"
+                f"bring one back, or remove {self.checkpoints} to start from the beginning"
             )
         return None
 
@@ -293,8 +322,12 @@ class Run:
         return self.metrics.append([row]) if self.main else ""
 
     def skipped(self) -> list[dict[str, Any]]:
-        """The rows of skipped.jsonl: steps `first` to `last` that are left out, `reason`, `ids` of each step."""
-        return _rows(self._skipped)
+        """The rows of skipped.jsonl: steps `first` to `last`, from 0, that are left out, `reason`, and `ids` of each.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        return read_skipped(self.out)
 
     def skip(self, row: dict[str, Any], checkpoint: int | None) -> None:
         """Append to skipped.jsonl, and keep the checkpoint that training goes back to (main process)."""
@@ -362,6 +395,21 @@ def on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
     if error_text is not None:
         raise UserError(error_text)
     return result
+
+
+def read_skipped(out: str | Path) -> list[dict[str, Any]]:
+    """The rows of a run folder's skipped.jsonl, none without it (see `Run.skipped`)."""
+    file = Path(out) / "skipped.jsonl"
+    try:
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        for row in rows:
+            range(row["first"], row["last"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{file} is damaged ({error}); it tells which steps are left out: repair its lines, or remove the file to "
+            "train them after all"
+        ) from error
+    return rows
 
 
 def read_metrics(out: str | Path) -> list[dict[str, Any]]:
