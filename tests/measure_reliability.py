@@ -48,12 +48,14 @@ def first_step(start: int) -> tuple[float, float]:
             rate=lambda step: 1e-3,
             accelerator=Accelerator(cpu=True),
         )
+        config = {"train": {"seed": 0}}
+        Run(folder, config).close()
         if start:  # what a run that has come so far has left
             snapshot = Snapshot()
             snapshot.take(objective, optimizer)
             write_checkpoint(Path(folder) / "checkpoints", start, snapshot)
         began = time.perf_counter()
-        with Run(folder, {}) as run:
+        with Run(folder, config) as run:
             fit(objective, Loader(images, plan), optimizer, steps=start + 1, rate=lambda step: 1e-3,
                 accelerator=Accelerator(cpu=True), run=run)  # fmt: skip
         return to_batch, time.perf_counter() - began
