@@ -42,6 +42,7 @@ from mpp.recipes import configuration
 from mpp.recipes.display import make_console
 from mpp.recipes.pretrain import pretrain
 from mpp.stopping import EXIT_CODE, end_with_parent
+from mpp.train.run import read_lines
 
 INPUTS = ("samples", "crops", "masks")
 TOLERANCE = 1e-5  # of weights between numbers of processes
@@ -143,7 +144,7 @@ class Trial:
 
     def trace(self) -> list[dict[str, Any]]:
         """The lines of trace.jsonl."""
-        return _lines(self.out / "trace.jsonl")
+        return read_lines(self.out / "trace.jsonl")
 
     def done(self) -> int:
         """Steps in trace.jsonl so far."""
@@ -169,19 +170,10 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """JSON lines; a last one that is still being written is left out."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
 # ---------------------------------------------------------------------------------------------------- comparing
 
 
-def first_difference(
-    wanted: list[dict[str, Any]], got: list[dict[str, Any]], keys: tuple[str, ...] = (), *, tolerance: float = 0.0
-) -> str:
+def first_difference(wanted: list[dict[str, Any]], got: list[dict[str, Any]], keys: tuple[str, ...] = ()) -> str:
     """The first step at which two lists of lines differ, in words, or "". No `keys`: all but timings."""
     steps = [line["step"] for line in got]
     if doubled := next((step for step in steps if steps.count(step) > 1), None):
@@ -192,14 +184,8 @@ def first_difference(
         return f"{len(got)} lines instead of {len(wanted)}"
     for one, other in zip(wanted, got, strict=True):
         for key in keys or sorted((one.keys() | other.keys()) - set(TIMINGS)):
-            a, b = one.get(key), other.get(key)
-            close = (
-                isinstance(a, float)
-                and isinstance(b, float)
-                and math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
-            )
-            if a != b and not (tolerance and close):
-                return f"step {one['step']}: {key} is {b} instead of {a}"
+            if one.get(key) != other.get(key):
+                return f"step {one['step']}: {key} is {other.get(key)} instead of {one.get(key)}"
     return ""
 
 
@@ -231,11 +217,11 @@ class Row:
     promise: str
     problem: str
     detail: str
-    held: str = "pass"
 
-    def __post_init__(self) -> None:
-        if self.problem:
-            self.held = "FAIL"
+    @property
+    def held(self) -> str:
+        """The verdict, for the table."""
+        return "FAIL" if self.problem else "pass"
 
 
 def verify(
@@ -342,11 +328,11 @@ def _tensors(one: Trial, other: Trial, file: str, *, tolerance: float = 0.0) -> 
 def _compare(name: str, one: Trial, other: Trial) -> list[Row]:
     """What must be equal to the last bit."""
     wanted, got = one.trace(), other.trace()
-    metrics = first_difference(_lines(one.out / "metrics.jsonl"), _lines(other.out / "metrics.jsonl"))
+    metrics = first_difference(read_lines(one.out / "metrics.jsonl"), read_lines(other.out / "metrics.jsonl"))
     rows = [
         Row(f"{name}: same samples, crops, masks", first_difference(wanted, got, INPUTS), f"{len(wanted)} steps"),
         Row(f"{name}: same losses and rates", first_difference(wanted, got, ("loss", "lr")), f"{len(wanted)} steps"),
-        Row(f"{name}: same lines in metrics.jsonl", metrics, f"{len(_lines(one.out / 'metrics.jsonl'))} lines"),
+        Row(f"{name}: same lines in metrics.jsonl", metrics, f"{len(read_lines(one.out / 'metrics.jsonl'))} lines"),
     ]
     for file in ("model", "optimizer", "ema"):
         last = one.checkpoint()

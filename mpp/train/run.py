@@ -414,7 +414,11 @@ def read_skipped(out: str | Path) -> list[dict[str, Any]]:
 
 def read_metrics(out: str | Path) -> list[dict[str, Any]]:
     """All whole lines of a run folder's metrics.jsonl, none without it."""
-    file = Path(out) / "metrics.jsonl"
+    return read_lines(Path(out) / "metrics.jsonl")
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """All whole lines of a file of JSON lines that have a step, none without the file."""
     lines = file.read_text(errors="replace").split("\n") if file.is_file() else []
     return [json.loads(line) for line in lines if _step_of(line) < float("inf")]
 
@@ -429,10 +433,6 @@ def _append(file: Path, lines: str) -> None:
         with suppress(OSError):
             os.truncate(file, whole)
         raise
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def _link(source: str, target: str) -> None:
